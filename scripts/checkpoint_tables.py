@@ -16,7 +16,7 @@ def tables() -> str:
     """Returns a section for each format that `FORMATS` lists."""
     parts = []
     for fmt in FORMATS:
-        parts.append(f"### {fmt.title}\n\nThe reader takes {' or '.join(fmt.containers)}.\n")
+        parts.append(f"### {fmt.title}\n\nThe reader accepts {' or '.join(fmt.containers)}.\n")
         parts.append(_table(("read", "weight format"), fmt.variants))
         if fmt.refused:
             parts.append(_table(("refused", "because"), fmt.refused))

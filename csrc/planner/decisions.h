@@ -31,9 +31,9 @@ struct Decision {
 };
 
 // The 16-bit registers per thread of a kernel: `product` by number of units, `experts` for moe_gemm in the order of its
-// tiles (csrc/planner/variants.cpp). In tensor, both need the same number. Each format has a row of its own, because
-// the compiler's choice of registers follows no rule, and a few more registers can halve the threadgroups on a core. A
-// format without a row uses the first row of its code kind.
+// tiles (csrc/planner/variants.cpp). In tensor, both need the same number. The rows are counts for single formats and
+// not averages of a code kind, because the compiler's choice of registers follows no rule, and a few more registers can
+// halve the threadgroups on a core. A format without a row uses the first row of its code kind.
 struct Registers {
   Arithmetic arithmetic;
   CodeKind codes;

@@ -118,5 +118,5 @@ subprocess.run([sys.executable, "-c", asked], cwd="/", check=True)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == "2.0\n2.0\n", done.stderr
     missing = subprocess.run([*command[:-1], "missing.py"], capture_output=True, text=True, check=False)
-    assert (missing.returncode, missing.stderr.count("\n")) == (1, 1), missing.stderr
+    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1), missing.stderr
     assert missing.stderr.startswith("softmetal: missing.py does not exist; expected: python -m softmetal program.py")

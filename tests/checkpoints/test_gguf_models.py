@@ -20,7 +20,7 @@ from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS
 from torch_marlin_metal.checkpoints.formats.gguf_names import ARCHITECTURES
 from torch_marlin_metal.integrations import transformers
 from torch_marlin_metal.integrations.transformers import packed_checkpoint
-from torch_marlin_metal.integrations.transformers.take_over import logger as door_logger
+from torch_marlin_metal.integrations.transformers.take_over import logger as take_over_logger
 from torch_marlin_metal.layers import ExpertWeights
 from torch_marlin_metal.layers.packed_layer import PackedLayer
 
@@ -327,7 +327,7 @@ def test_an_architecture_that_only_transformers_reads_is_loaded_by_transformers(
     writer.write_tensors_to_file()
     writer.close()
     told: list[str] = []
-    monkeypatch.setattr(door_logger, "warning", told.append)
+    monkeypatch.setattr(take_over_logger, "warning", told.append)
     load = AutoModelForSeq2SeqLM.from_pretrained
     loaded = load(tmp_path, gguf_file="m.gguf", dtype=torch.float32, device_map="cpu")
     assert len(told) == 1 and "without torch_marlin_metal, because: " in told[0] and "architecture 't5'" in told[0]

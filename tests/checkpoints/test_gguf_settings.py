@@ -38,7 +38,7 @@ def test_a_t5_file_that_lacks_tensors_says_nothing_of_their_sizes() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_both_doors_take_what_the_file_says(case, tmp_path) -> None:
+def test_both_entry_points_take_what_the_file_says(case, tmp_path) -> None:
     """`from_pretrained` makes the config from the file; `load_quantized` gets a model with the same settings."""
     _, family, settings, _ = CASES[case]
     _, logits = reference(case, tmp_path / "m.gguf")
@@ -106,7 +106,7 @@ SHAPES = ("num_hidden_layers", "intermediate_size", "moe_intermediate_size", "ti
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_both_doors_refuse_a_model_of_other_settings(case, tmp_path) -> None:
+def test_both_entry_points_refuse_a_model_of_other_settings(case, tmp_path) -> None:
     _, family, settings, _ = CASES[case]
     reference(case, tmp_path / "m.gguf")
     model = model_of(family, **{name: value for name, value in settings.items() if name in SHAPES})

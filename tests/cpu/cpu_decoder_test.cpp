@@ -1,4 +1,4 @@
-// Compares the functions of the layer operators with fp64, in every instruction-set family that this machine has. Uses
+// Compares the functions of the layer operators with fp64, for every instruction set that this machine supports. Uses
 // no torch.
 #include <algorithm>
 #include <vector>
@@ -49,7 +49,7 @@ void test_activations(Isa isa) {
       functions.activate(activation, {.gate = g, .up = u, .out = g, .count = count, .limit = kLimit, .alpha = kAlpha});
       for (int i = 0; i < count; ++i) {
         const double want = exact(activation, gates[i], u[i], kLimit, kAlpha);
-        // The bound of docs/use/operators.md is 16 fp32 roundings of this size of the terms.
+        // The bound of docs/use/operators.md is 16 fp32 roundings of this magnitude.
         const bool has_limit = activation == Activation::clamped_silu || activation == Activation::limited_silu;
         const double size =
             std::fabs(has_limit ? std::min(gates[i], kLimit) : gates[i]) * (std::fabs(static_cast<double>(u[i])) + 1);
@@ -67,7 +67,7 @@ void test_activations(Isa isa) {
   }
 }
 
-// Lengths around the number of elements that are added to separate sums, and around its blocks.
+// Lengths around the number of elements that are added to separate sums, and around the blocks of the loop.
 void test_rows(Isa isa) {
   const cpu::DecoderFunctions& functions = cpu::decoder_functions(isa);
   std::mt19937 random(2);

@@ -1,4 +1,4 @@
-// Runs gemm on a machine that the test describes, and compares the result with fp64.
+// Runs gemm as on a machine that the test describes, and compares the result with fp64.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ inline bool same_bits(const Array& a, const Array& b) {
   return std::memcmp(a.data(), b.data(), static_cast<size_t>(a.count() * bytes_of(a.type()))) == 0;
 }
 
-// The type of the activations, and the precision setting, which matters only for fp32.
+// The type of the activations, and the precision setting, which only affects fp32.
 struct Activations {
   ElementType type;
   Precision precision = Precision::highest;
@@ -44,9 +44,10 @@ inline cpu::CpuPlan plan_of(const Machine& machine, const Tensors& t, Precision 
   return cpu::make_plan(machine, cpu::problem_of(t.arguments(nullptr), precision));
 }
 
-// Returns the arithmetic error that the bound allows, as a fraction of sum_k size(a_k) |w_k|. If fp32 activations are
-// split into two bf16 parts, which keep 16 of 24 bits, or if weights are rounded, the error is larger. The one part of
-// "int8" keeps 8 bits.
+// Returns the arithmetic error that the bound allows, as a fraction of sum_k size(a_k) |w_k|. The error is larger if
+// weights are rounded, or if fp32 activations are split into two bf16 parts, which keep 16 of 24 bits. The single
+// part
+// of "int8" keeps 8 bits.
 inline double error_unit(const cpu::CpuPlan& plan, const Tensors& t) {
   if (cpu::rounds(plan.kernel)) return unit_roundoff(ElementType::bfloat16) + 16 * 0x1p-24;
   if (plan.kernel == cpu::CpuKernel::amx && plan.parts == 1 && t.c.a_type != ElementType::bfloat16) return 0x1p-8;
@@ -94,7 +95,7 @@ struct Allowance {
   std::string what;               // names the case in failures
 };
 
-// The reference sums several rows at the same time: in a single sum, each addition would wait for the one before.
+// The reference computes several sums at the same time: in a single sum, each addition would wait for the one before.
 constexpr int64_t kRowsAtOnce = 4;
 
 // Adds the products of rows m to m + kRowsAtOnce - 1 of x [M, K] and a column y to `start`. Rows at or beyond M repeat

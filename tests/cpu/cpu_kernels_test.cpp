@@ -1,4 +1,4 @@
-// Compares the CPU kernels with fp64, for every instruction-set family that this machine has. Uses no torch. Prints a
+// Compares the CPU kernels with fp64, for every instruction set that this machine supports. Uses no torch. Prints a
 // line per group of checks and "FAILED ..." for each failure. Exits with 1 if there was a failure.
 #include <algorithm>
 #include <cstdlib>
@@ -50,7 +50,7 @@ void test_reduced(const Machine& machine, int rounds) {
               name(machine).c_str(), cases, taken.c_str(), worst);
 }
 
-// Compares products with activations of 8 bits with those of rounded activations, for each number of rows of a block.
+// Compares products of 8-bit activations with products of rounded activations, for each number of rows of a block.
 void test_int8(const Machine& machine) {
   std::mt19937 random(13);
   double worst = 0;
@@ -82,7 +82,7 @@ void test_int8(const Machine& machine) {
               cases, worst);
 }
 
-// Tests M = 1 to 25. A kernel with blocks of up to 12 rows divides these into one, two or three blocks.
+// Tests M = 1 to 25. A kernel with blocks of up to 12 rows divides these rows into one, two or three blocks.
 void test_every_m(const Machine& machine) {
   double worst = 0;
   for (const Activations& activations : kActivations) {
@@ -154,8 +154,8 @@ void test_half_chunks(Machine machine) {
   }
 }
 
-// Tests more rows than one pass packs, and more than a block of results holds. The passes of 513 rows must be nearly
-// equal. Otherwise, one pass would have a single row.
+// Tests more rows than one pass packs, and more rows than a block of results holds. The passes of 513 rows must be
+// nearly equal, because otherwise one pass would have a single row.
 void test_large_m(const Machine& machine) {
   double worst = 0;
   for (const int64_t M : {513, 1030}) {

@@ -1,4 +1,5 @@
-// Lets each allocation of a call fail in turn. The call must throw std::bad_alloc, and later calls must be right. Uses
+// Makes each allocation of a call fail in turn. The call must throw std::bad_alloc, and later calls must be right.
+// Uses
 // no torch. The output and the exit code are like those of cpu_kernels_test.cpp.
 #include <algorithm>
 #include <cstddef>
@@ -12,7 +13,7 @@
 
 namespace {
 
-// The number of allocations of this thread that succeed before one fails. If negative, none fails.
+// The number of allocations of this thread that succeed before one fails. If it is negative, all succeed.
 thread_local int64_t allocations_left = -1;
 
 void* allocate(std::size_t size, std::size_t alignment) {
@@ -56,8 +57,9 @@ Bytes copied(const void* data, size_t size) {
   return {bytes, bytes + size};
 }
 
-// For each n, makes the smaller call, then the larger call with its n-th allocation failing, and then both again. A
-// thread keeps its working memory, so that its later calls allocate less; each n therefore runs in a new thread.
+// For each n, runs the smaller call, then the larger call with its n-th allocation failing, and then both again.
+// Each n
+// runs in a new thread, because a thread keeps its working memory and later calls would allocate less.
 void fail_each_allocation(const std::string& what, const Call& smaller, const Call& larger) {
   const Bytes small_result = smaller(), large_result = larger();
   int64_t failed = 0;

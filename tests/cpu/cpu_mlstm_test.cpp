@@ -1,4 +1,4 @@
-// Compares both forms of the mLSTM with the recurrence in fp64, in every instruction-set family that this machine has.
+// Compares both forms of the mLSTM with the recurrence in fp64, for every instruction set that this machine supports.
 // Tensors end at unreadable pages, so that an access past their end crashes. Uses no torch.
 #include <cstdlib>
 

@@ -1,4 +1,4 @@
-// Groups of kernels that the tests of plans and of kernels ask for.
+// Groups of kernels for the tests of plans and of kernels.
 #pragma once
 
 #include "csrc/gemm/cpu/plan.h"

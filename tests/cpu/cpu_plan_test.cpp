@@ -182,8 +182,9 @@ void test_choices() {
   }
 }
 
-// Checks that the planner takes half chunks on AMD's CPUs for one row of 16-bit activations and many columns, for one
-// row and codes of 8 bits, except in byte_split with many threads, and in no other case.
+// Checks when the planner chooses half chunks: on AMD's CPUs, for one row of 16-bit activations with many columns,
+// and
+// for one row with codes of 8 bits, except in byte_split with many threads.
 void test_chunks() {
   using enum ElementType;
   const auto check = [](const Machine& machine, const CpuProblem& problem, int64_t expected) {
@@ -221,7 +222,7 @@ void test_fallbacks() {
   }
 }
 
-// Checks what gemm.cpp assumes about every plan.
+// Checks the assumptions of gemm.cpp about every plan.
 void test_invariants() {
   for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512, Isa::amx, Isa::neon}) {
     for (const bool fast_dot : {false, true}) {

@@ -41,9 +41,11 @@ inline double check_range(const Machine& machine, const Activations& activations
   return check_size(machine, t, activations.precision, "activations of size " + std::to_string(std::log10(size)));
 }
 
-// Tests table entries that bf16 can and cannot represent. The activations have two sizes, so that the products of bf16
-// parts are subnormal in some cases and normal in others. All other activations are 0: only one in 32, or one in a row,
-// is not. A larger product can then not hide the error of a product that was flushed to 0.
+// Tests table entries that bf16 can and cannot represent. The activations have two magnitudes, so that products of
+// bf16
+// parts are subnormal in some cases and normal in others. All other activations are 0: only one in 32, or one in a
+// row,
+// is not. No larger product can then hide the error of a product that was flushed to 0.
 inline void test_small_codes(const Machine& machine) {
   constexpr double kSmallParts = 1 + 0x1.cp-21;
   for (const double size : {0x1p-30, 0x1p-20, 0x1p-6, 0x1p-4, 1.0}) {

@@ -165,7 +165,7 @@ struct Case {
   bool with_bias = false;
   bool with_perm = false;
   int global_scale = 0;     // 0 for none, 1 for a scalar, 2 for one per column
-  int64_t row_stride = -1;  // -1 stands for K
+  int64_t row_stride = -1;  // -1 means K
   bool positive = false;
   uint32_t seed = 0;
   bool rounds = false;  // allows rounded weights
@@ -178,7 +178,7 @@ inline int64_t bits_of_code(WeightFormat format) {
   return four ? 4 : format == WeightFormat::uint5b16 ? 5 : format == WeightFormat::uint6 ? 6 : 8;
 }
 
-// The number of k of a word of the second plane, or 0 without it.
+// The number of k in a word of the second plane, or 0 without a second plane.
 inline int64_t high_word_k(WeightFormat format) {
   return bits_of_code(format) == 5 ? 32 : bits_of_code(format) == 6 ? 16 : 0;
 }
@@ -195,7 +195,7 @@ struct Tensors {
     std::memcpy(&word, words.data() + (k / codes * c.N + n) * 4, 4);
     return static_cast<int>((word >> (bits * (k % codes))) & ((1U << bits) - 1)) + 16 * upper(k, n);
   }
-  // Returns the code's bits of the second plane (docs/formats/formats.md).
+  // Returns the upper bits of the code, which are in the second plane (docs/formats/formats.md).
   int upper(int64_t k, int64_t n) const {
     if (high_word_k(c.format) == 0) return 0;
     static constexpr int kFive[] = {0, 4, 1, 5, 16, 20, 17, 21}, kFiveBlocks[] = {0, 2, 8, 10};
@@ -214,7 +214,7 @@ struct Tensors {
       x[static_cast<size_t>(i)] = activation(i / c.K, i % c.K);
     return x;
   }
-  // Returns the exact weight. Sets *magnitude to the size of the weight that the error bound uses.
+  // Returns the exact weight. Sets *magnitude to the magnitude of the weight in the error bound.
   double weight(int64_t k, int64_t n, double* magnitude = nullptr) const {
     const int64_t at = k / c.group_size * c.N + n;
     const int q = code(k, n);
@@ -399,8 +399,8 @@ inline std::string describe(const Case& c) {
          " row_stride=" + std::to_string(c.row_stride) + " seed=" + std::to_string(c.seed);
 }
 
-// The formats of Tensors::weight(). Formats of the same kinds differ for no instruction set; the tests in Python
-// compute with all formats.
+// The formats of Tensors::weight(). No instruction set distinguishes formats of the same kinds; the tests in Python
+// test all formats.
 inline constexpr WeightFormat kReferenceFormats[] = {
     WeightFormat::uint4b8, WeightFormat::uint4, WeightFormat::uint4_bias, WeightFormat::float4_e2m1,
     WeightFormat::nvfp4,   WeightFormat::mxfp4, WeightFormat::lut4,       WeightFormat::uint8b128,

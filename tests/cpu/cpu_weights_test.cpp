@@ -1,4 +1,4 @@
-// Tests dequantize and the repacks bit for bit, in every instruction-set family that this machine has. Uses no torch.
+// Tests dequantize and the repacks bit for bit, for every instruction set that this machine supports. Uses no torch.
 #include <cstdlib>
 #include <utility>
 

@@ -106,7 +106,7 @@ class Checked:
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_a_file_stays_packed_at_both_doors(name, kind, tmp_path) -> None:
+def test_a_file_stays_packed_at_both_entry_points(name, kind, tmp_path) -> None:
     family, file = write(tmp_path, name, kind)
     exact = file.reference(family)
     given = diffusers.GGUFQuantizationConfig() if isinstance(kind, tuple) else None
@@ -328,14 +328,14 @@ def test_scales_of_an_unknown_name_are_an_error(ending, tmp_path) -> None:
     tensors = {name.replace(".scale_weight", ending): value for name, value in load_file(file.path).items()}
     tensors.pop(f"{PREFIX}scaled_fp8", None)
     save_file(tensors, file.path)
-    for door in (
+    for entry_point in (
         lambda: by_single_file(family, file, quantization_config=MarlinConfig()),
         lambda: load_quantized(family.model(), file.path, progress=False),
     ):
         with pytest.raises(
             CheckpointError, match=rf"{ending}': the scales of .*\.weight are read under names that end"
         ):
-            door()
+            entry_point()
 
 
 def test_adapters_of_diffusers_go_on_packed_layers_and_off_again(tmp_path) -> None:

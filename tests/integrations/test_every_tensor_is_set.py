@@ -108,9 +108,9 @@ def test_a_packed_table_with_other_tensors_computes_what_the_decoded_model_compu
     load_quantized(loaded["load_quantized"], tmp_path / "saved", on_unsupported="dequantize", progress=False)
     load_quantized(empty, tmp_path / "saved", on_unsupported="dequantize", progress=False)
     expected = run(exact)
-    for door, found in loaded.items():
-        assert not [name for name, tensor in found.state_dict().items() if tensor.is_meta], door
-        assert float((run(found) - expected).norm() / expected.norm()) < 1e-5, door
+    for entry_point, found in loaded.items():
+        assert not [name for name, tensor in found.state_dict().items() if tensor.is_meta], entry_point
+        assert float((run(found) - expected).norm() / expected.norm()) < 1e-5, entry_point
 
 
 class Forgetful(LlamaForCausalLM):
@@ -135,11 +135,11 @@ def loads_of(model: Forgetful, path: Path) -> dict[str, Callable[[], object]]:
     }
 
 
-@pytest.mark.parametrize("door", ["from_pretrained", "floats", "meta"])
-def test_a_tensor_that_nobody_sets_stops_the_load(door, tmp_path) -> None:
+@pytest.mark.parametrize("entry_point", ["from_pretrained", "floats", "meta"])
+def test_a_tensor_that_nobody_sets_stops_the_load(entry_point, tmp_path) -> None:
     torch.manual_seed(0)
     model = Forgetful(LlamaConfig(**SIZES, num_key_value_heads=2)).eval()
-    load = loads_of(model, tmp_path)[door]
+    load = loads_of(model, tmp_path)[entry_point]
     message = "Forgetful: the tensors extra are in no checkpoint, and the model's class does not compute them"
     with pytest.raises(ModelMismatchError, match=message):
         load()

@@ -136,7 +136,7 @@ def test_an_empty_model_has_the_bytes_of_a_loaded_one(is_tied, tmp_path) -> None
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize(("given", "expected"), [({}, "uint8b128"), ({"vocabulary_format": "none"}, "")])
-def test_every_door_has_the_same_default(is_tied, given, expected, tmp_path) -> None:
+def test_every_entry_point_has_the_same_default(is_tied, given, expected, tmp_path) -> None:
     model = made("llama", tie_word_embeddings=is_tied)
     model.save_pretrained(tmp_path / "floats")
     quantize_model(model, "uint4", 32, progress=False, **given)

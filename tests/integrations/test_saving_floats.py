@@ -69,12 +69,12 @@ def unpacked_by_hand(q8_0: Path, folder: Path):
 
 
 @pytest.mark.parametrize(
-    "door",
+    "entry_point",
     [from_gguf, from_gptq, from_settings_without_layers, dequantized, unpacked_by_hand],
     ids=lambda f: f.__name__,
 )
-def test_a_model_without_a_packed_layer_is_saved_as_floats(door, q8_0, tmp_path):
-    model, saved = door(q8_0, tmp_path / "old").eval(), tmp_path / "saved"
+def test_a_model_without_a_packed_layer_is_saved_as_floats(entry_point, q8_0, tmp_path):
+    model, saved = entry_point(q8_0, tmp_path / "old").eval(), tmp_path / "saved"
     assert not any(isinstance(module, MarlinLinear) for module in model.modules())
     model.save_pretrained(saved)
     assert "quantization_config" not in json.loads((saved / "config.json").read_text())

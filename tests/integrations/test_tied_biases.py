@@ -1,4 +1,4 @@
-"""Heads whose bias is also a tensor of another module, so that a file stores it under one of two names."""
+"""Heads whose bias is also a tensor of another module. A file stores the bias under one of the two names."""
 
 from types import SimpleNamespace
 

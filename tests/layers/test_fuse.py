@@ -40,9 +40,7 @@ CASES = [(name, "cpu") for name in WEIGHT_FORMATS] + [("uint4", "mps"), ("nvfp4"
 
 @pytest.mark.parametrize(("weight_format", "where"), CASES)
 def test_a_fused_group_computes_the_same_and_comes_apart_again(weight_format, where, request) -> None:
-    """The planner splits K of the wide matrix and of each narrow matrix in the same way, so the results have equal
-    bits.
-    """
+    """The planner splits K in the same way for the wide matrix and for each narrow matrix, so results have equal bits."""
     device = request.getfixturevalue("mps") if where == "mps" else where
     model = Model(weight_format=weight_format).to(device)
     before = {name: weight.tensors() for name, weight in unfused(model)}

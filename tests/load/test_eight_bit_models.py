@@ -1,4 +1,4 @@
-"""Whole models that other programs quantized to 8 bits, at each door (tests/data/models/README.md)."""
+"""Complete models that other programs quantized to 8 bits, loaded by each entry point (tests/data/models/README.md)."""
 
 from pathlib import Path
 
@@ -50,19 +50,19 @@ def parts(model: nn.Module) -> tuple[dict[str, MarlinLinear], Tensor]:
 
 
 @pytest.mark.parametrize("converted", [False, True], ids=["stored", "converted"])
-@pytest.mark.parametrize("door", [by_read_layers, by_load_quantized, by_from_pretrained])
+@pytest.mark.parametrize("entry_point", [by_read_layers, by_load_quantized, by_from_pretrained])
 @pytest.mark.parametrize("name", MODELS)
-def test_each_layer_is_the_producers_own(tmp_path: Path, name: str, door, converted: bool) -> None:
+def test_each_layer_is_the_producers_own(tmp_path: Path, name: str, entry_point, converted: bool) -> None:
     path, references = DATA / name, load_file(DATA / name / "reference.safetensors")
     if converted:
         path = convert.write_checkpoint(convert.open_reader(path), tmp_path / "out")
-    layers, embedding = door(path)
+    layers, embedding = entry_point(path)
     assert torch.equal(embedding.float(), load_file(DATA / name / "model.safetensors")[EMBEDDING].float())
     assert {f"{layer}.weight" for layer in layers} == set(references)
     for layer, module in layers.items():
         reference = references[f"{layer}.weight"]
         assert module.weight_format == MODELS[name]["mlp" in layer]
-        decoded = module.dequantize().to(reference.dtype)  # producers round to bf16 once
+        decoded = module.dequantize().to(reference.dtype)  # producers round once to bf16
         torch.testing.assert_close(decoded, reference, rtol=0, atol=0, equal_nan=True)
 
 

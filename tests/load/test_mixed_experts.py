@@ -190,7 +190,7 @@ def test_ids_outside_add_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["up in floats", "down in floats", "symmetric experts among others"])
-def test_a_saved_model_loads_the_same_at_each_door(name, tmp_path) -> None:
+def test_a_saved_model_loads_the_same_at_each_entry_point(name, tmp_path) -> None:
     write(tmp_path / "saved", CASES[name][0])
     model = by_from_pretrained(tmp_path / "saved", "cpu")
     model.save_pretrained(tmp_path / "again")

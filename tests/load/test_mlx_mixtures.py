@@ -36,7 +36,7 @@ MODELS = {
     "laguna-affine4": (1, 1e-5),
     "lfm2_moe-affine4": (1, 1e-5),
 }
-ONE_DOOR = (
+ONE_ENTRY_POINT = (
     "deepseek_v2-affine4",
     "deepseek_v3-affine4",
     "granitemoe-affine4",
@@ -67,7 +67,7 @@ def by_from_pretrained(path: Path) -> nn.Module:
         (name, load)
         for name in MODELS
         for load in (by_load_quantized, by_from_pretrained)
-        if load is by_load_quantized or name not in ONE_DOOR
+        if load is by_load_quantized or name not in ONE_ENTRY_POINT
     ],
 )
 def test_the_logits_are_those_of_mlx(name, load) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.support import random_doors, random_models
+from tests.support import random_entry_points, random_models
 from tests.support.random_models import case
 from torch_marlin_metal import MarlinLinear
 
@@ -16,15 +16,15 @@ def test_a_random_model_computes_what_its_decoded_weights_compute(seed, tmp_path
     assert case(random.Random(seed), tmp_path).startswith(("right", "refused"))
 
 
-@pytest.mark.parametrize("kind", random_doors.CASES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", random_entry_points.CASES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("seed", [3, 7])
 def test_other_files_and_libraries(kind, seed, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(random_doors, "DOORS", (kind,))
-    assert random_doors.case(random.Random(seed), tmp_path).startswith("right")
+    monkeypatch.setattr(random_entry_points, "ENTRY_POINTS", (kind,))
+    assert random_entry_points.case(random.Random(seed), tmp_path).startswith("right")
 
 
-@pytest.mark.parametrize("kind", random_doors.CASES, ids=lambda kind: kind.__name__)
-def test_a_wrong_weight_behind_another_door_is_noticed(kind, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("kind", random_entry_points.CASES, ids=lambda kind: kind.__name__)
+def test_a_wrong_weight_behind_another_entry_point_is_noticed(kind, tmp_path, monkeypatch) -> None:
     compare = random_models.compare
 
     def wrong(exact, loaded, *rest):
@@ -32,10 +32,10 @@ def test_a_wrong_weight_behind_another_door_is_noticed(kind, tmp_path, monkeypat
         packed.b_packed.bitwise_xor_(0x11111111)  # the lowest bit of each code
         compare(exact, loaded, *rest)
 
-    monkeypatch.setattr(random_doors, "compare", wrong)
-    monkeypatch.setattr(random_doors, "DOORS", (kind,))
+    monkeypatch.setattr(random_entry_points, "compare", wrong)
+    monkeypatch.setattr(random_entry_points, "ENTRY_POINTS", (kind,))
     with pytest.raises(AssertionError, match="relative errors"):
-        random_doors.case(random.Random(3), tmp_path)
+        random_entry_points.case(random.Random(3), tmp_path)
 
 
 def test_a_wrong_weight_is_noticed(tmp_path, monkeypatch) -> None:

@@ -338,7 +338,11 @@ def test_a_file_of_comfyui_is_read_by_its_own_name(tmp_path) -> None:
         (weight,) = reader
         np.testing.assert_array_equal(weight.dequantize().t().numpy(), wide(E4M3) * 0.5)
         assert [name for name, _ in reader.other_tensors()] == ["norm.weight"]
-    for stated, reason in (({"format": "svdquant"}, "'svdquant' is not read"), ({"convrot": True}, "states convrot")):
+    for stated, reason in (
+        ({"format": "svdquant"}, "'svdquant' is not read"),
+        ({"convrot": True}, "states convrot"),
+        ({"orig_shape": [N - 1, K]}, rf"matrix \[{N - 1}, {K}\] is padded to \[{N}, {K}\]"),
+    ):
         text = {
             f"{OTHER}.weight": E4M3,
             f"{OTHER}.weight_scale": torch.tensor(0.5),

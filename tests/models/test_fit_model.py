@@ -81,7 +81,7 @@ def test_it_is_better_than_one_format_at_the_same_bytes() -> None:
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("given", [{"memory": "230 kB"}, {"like": "Q4_K_M"}], ids=["memory", "like"])
-def test_every_door_makes_the_same_choice(given, is_tied, tmp_path) -> None:
+def test_every_entry_point_makes_the_same_choice(given, is_tied, tmp_path) -> None:
     model = llama(is_tied, 2)
     model.save_pretrained(tmp_path / "floats")
     quantize_model(model, "uint4b8", 64, progress=False, **given)
@@ -118,7 +118,7 @@ def test_dropout_does_not_disturb_a_measured_choice() -> None:
 
 
 @pytest.mark.parametrize("name", ["q4_k", "q6_k"])
-def test_formats_of_two_levels_are_the_same_at_each_door(name, tmp_path) -> None:
+def test_formats_of_two_levels_are_the_same_at_each_entry_point(name, tmp_path) -> None:
     model = llama(layers=1)
     model.save_pretrained(tmp_path)
     quantize_model(model, name, progress=False)

@@ -127,10 +127,10 @@ def test_experts_can_be_excluded_together_or_one_layer_of_them(exclude, tmp_path
     torch.testing.assert_close(logits(model), logits(exact), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("door", ["quantize_model", "from_pretrained", "load_quantized"])
-def test_experts_that_take_each_token_stay_packed(door, tmp_path) -> None:
+@pytest.mark.parametrize("entry_point", ["quantize_model", "from_pretrained", "load_quantized"])
+def test_experts_that_take_each_token_stay_packed(entry_point, tmp_path) -> None:
     floats = llama4()
-    if door == "from_pretrained":
+    if entry_point == "from_pretrained":
         floats.save_pretrained(tmp_path / "floats")
         config = MarlinConfig("uint4b8", 32)
         model = Llama4ForCausalLM.from_pretrained(tmp_path / "floats", quantization_config=config).eval()
@@ -138,7 +138,7 @@ def test_experts_that_take_each_token_stay_packed(door, tmp_path) -> None:
         model = llama4()
         quantize_model(model, "uint4b8", 32, progress=False)
     model.save_pretrained(tmp_path / "packed")
-    if door == "load_quantized":
+    if entry_point == "load_quantized":
         with torch.device("meta"):
             model = Llama4ForCausalLM(floats.config).eval()
         load_quantized(model, tmp_path / "packed", progress=False)

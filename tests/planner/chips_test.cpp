@@ -1,4 +1,4 @@
-// Tests the table of chips against published figures, and how a GPU finds its chip.
+// Compares the table of chips with published figures, and tests how the chip of a GPU is found.
 #include <cmath>
 #include <cstdlib>
 #include <map>

@@ -1,5 +1,5 @@
-// Tests the estimates by which the planner compares tilings. Compares them with results computed by hand, and checks
-// rules that hold for every plan on every chip. lab/choices.py compares the choices with the model of lab/.
+// Tests the estimates with which the planner compares tilings: against results computed by hand, and with rules that
+// hold for every plan on every chip. lab/choices.py compares the choices with the model of lab/.
 #include <cmath>
 #include <limits>
 #include <string>
@@ -72,7 +72,7 @@ void check_tiling(const Tiling& tiling, const GemmProblem& problem, const GpuDev
   expect(found.total() > distinct_bytes(problem) / memory_rate(device), "every byte is read or written at least once");
 }
 
-// Compares estimates with times that were worked out from the chip's figures by hand.
+// Compares estimates with times that were computed by hand from the chip's figures.
 void check_by_hand() {
   subject = "by hand";
   const GpuDevice m1 = whole(*find_chip("M1"));
@@ -82,17 +82,20 @@ void check_by_hand() {
     const auto tilings = gemm_tilings(named, m1);
     return estimate(choose(tilings, named), named, m1).total();
   };
-  // One row: 64.0 MB of a weight at 0.88 of 68.25 GB/s, and a twentieth of at most as much time of the cores.
+  // One row: 64.0 MB of a weight at 0.88 of 68.25 GB/s, plus a twentieth of the cores' time, which is not longer.
   const GemmProblem one = product(1, 8192, 14336, 64);
   const double read = distinct_bytes(one) / (0.88 * 68.25e9);
   expect(seconds(one, "gemv") > 6e-6 + read && seconds(one, "gemv") < 6e-6 + 1.05 * read, "one row waits for memory");
-  // Many rows: 4096^3 / 512 products of 18 clocks on 4 schedulers of 8 cores at 1.278 GHz. Instructions overlap with
-  // them in part, and are at most as many as lie between 1 and 1.3 times the products' clocks.
+  // Many rows: 4096^3 / 512 products of 18 clocks on 4 schedulers of 8 cores at 1.278 GHz. Instructions partly
+  // overlap
+  // with the products, so the total is between 1 and 1.3 times the products' clocks.
   const GemmProblem many = product(4096, 4096, 4096, 64);
   const double products = std::pow(4096.0, 3) / 512 * 18 / (4 * 8 * 1.278e9);
   expect(seconds(many, "fused") > products && seconds(many, "fused") < 1.3 * products, "many rows are matrix products");
-  // Eight rows of gemv on one core: 32 threadgroups of one simdgroup, of which the core's 60 KB hold 15 with 4 KB each.
-  // 15 are too few to hide all waits on four schedulers, so each of the rounds of 15, 15 and 2 takes as long as one
+  // Eight rows of gemv on one core: 32 threadgroups of one simdgroup. With 4 KB each, 15 of them fit into the
+  // core's 60
+  // KB. 15 are too few to hide all waits on four schedulers, so each of the rounds of 15, 15 and 2 takes as long as
+  // one
   // threadgroup alone: its instructions, its waits, and the 311 ns of its first load at 1.278 GHz.
   const GemmProblem eight = product(8, 4096, 4096, 128);
   const Decision& row = *find_decision(GemmVariant::gemv, Arithmetic::half, WeightFormat::uint4b8);
@@ -106,7 +109,7 @@ void check_by_hand() {
   expect_close(estimate(tiling, eight, one_core).total(), 6e-6 + core + 0.05 * memory, 1e-6, "eight rows");
 }
 
-// The numbers of decision_rows.h, where a slip of the pen would show.
+// Checks the numbers of decision_rows.h for typing errors.
 void check_decisions() {
   subject = "decisions";
   for (const Decision& row : kDecisions) {
@@ -120,7 +123,7 @@ void check_decisions() {
     const size_t units = row.kernel == GemmVariant::gemv ? 8 : row.kernel == GemmVariant::fused ? 4 : 2;
     for (size_t i = 0; i < units; ++i)
       expect(row.product.at(i) > 0, "registers of each block");
-    if (row.kernel == GemmVariant::tensor) continue;  // its form for experts needs as many
+    if (row.kernel == GemmVariant::tensor) continue;  // moe_tensor needs as many registers
     for (size_t i = 0; i < rules_of(row.kernel).expert_tiles.size(); ++i)
       expect(row.experts.at(i) > 0, "registers of the kernels for experts");
   }
@@ -179,9 +182,10 @@ double least_seconds(const GemmProblem& problem, const GpuDevice& device) {
   return least(problem, device).total();
 }
 
-// Returns the largest factor by which one more row may raise the cost, not counting a second launch. The factor depends
-// on whether row M + 1 starts the second block of 8 rows, the third, the fourth, or none of these. 25 rows are computed
-// as 32, and a core holds only three threadgroups of 32 rows, but four of 24.
+// Returns the largest factor by which one more row may raise the cost, without a second launch. The factor depends on
+// whether row M + 1 starts the second block of 8 rows, the third, the fourth, or no block. 25 rows are computed as
+// 32,
+// and a core holds only three threadgroups of 32 rows, but four of 24.
 double largest_step(uint32_t M) {
   return M == 8 ? 1.9 : M == 16 ? 1.5 : M == 24 ? 1.37 : 1.35;
 }
@@ -216,7 +220,7 @@ void check_ladder() {
   }
 }
 
-// Returns the least estimate of all row blocks and splits of K of gemv and fused.
+// Returns the smallest estimate of all row blocks and splits of K of gemv and fused.
 double least_of_all(const GemmProblem& problem, const GpuDevice& device) {
   double least = std::numeric_limits<double>::infinity();
   const auto consider = [&](const Tiling& tiling) {
@@ -328,7 +332,7 @@ void check_splits() {
   }
 }
 
-// Checks that, by the estimate, a few rows take about as long as one.
+// Checks that the estimates of a few rows and of one row are about equal.
 void check_few_rows() {
   const auto over_one_row = [](const Chip& chip, uint32_t M) {
     return least_seconds(product(M, 4096, 14336, 64), whole(chip)) /
@@ -336,8 +340,9 @@ void check_few_rows() {
   };
   for (const Chip& chip : kChips) {
     subject = chip.name;
-    // An M5 Max has 40 cores and the fastest memory. With one dispatch of 32 threadgroups, gemv would leave eight cores
-    // idle, so four rows take a second dispatch.
+    // An M5 Max has 40 cores and the fastest memory. With one dispatch of 32 threadgroups, gemv would leave eight
+    // cores
+    // idle, so four rows need a second dispatch.
     expect(over_one_row(chip, 4) <= (chip.name == "M5 Max" ? 1.13 : 1.1),
            "4 rows cost " + std::to_string(over_one_row(chip, 4)) + " times as much as one");
   }

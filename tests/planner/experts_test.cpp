@@ -62,7 +62,7 @@ void check_routing() {
   const Routing one = expected_routing(1, 4, 32, 8);
   expect_close(one.experts, 4, 1e-9, "experts of one token");
   expect_close(one.blocks, 4, 1e-9, "blocks of one token");
-  // Two tokens choose one of two experts: with probability 1/2 the same one.
+  // Two tokens choose one of two experts: with probability 1/2, both choose the same expert.
   expect_close(expected_routing(2, 1, 2, 2).experts, 1.5, 1e-9, "experts of two tokens");
   expect_close(expected_routing(2, 1, 2, 2).blocks, 1.5, 1e-9, "blocks of two rows");
   expect_close(expected_routing(2, 1, 2, 1).blocks, 2, 1e-9, "blocks of one row");
@@ -83,7 +83,7 @@ void check_routing() {
   }
 }
 
-// If there is one expert and whole blocks, the products take as long as gemm's.
+// With one expert and full blocks, the products take as long as gemm's.
 void check_one_expert() {
   for (const char* chip : {"M1", "M4 Max"}) {
     MoeProblem problem = mixture(256, 1, 1);
@@ -140,7 +140,7 @@ void check_blocks() {
   }
 }
 
-// A down projection: each slot has a row of its own, and the slots of a token are added up.
+// A down projection: each slot has its own row, and the slots of a token are added.
 MoeProblem summed(uint32_t tokens, uint32_t top_k, uint32_t N, uint32_t K) {
   MoeProblem problem = mixture(tokens, 128, top_k, N, K);
   problem.product.a_row_stride = int64_t{top_k} * K;
@@ -149,7 +149,7 @@ MoeProblem summed(uint32_t tokens, uint32_t top_k, uint32_t N, uint32_t K) {
   return problem;
 }
 
-// Checks the plan with one dispatch.
+// Checks the plan with a single dispatch.
 void check_sum(const MoeProblem& problem, const Tiling& tiling, const GpuDevice& device) {
   const Plan plan = plan_moe(problem, device);
   const WeightProblem& weight = problem.product.weight;
@@ -172,7 +172,7 @@ void check_sum(const MoeProblem& problem, const Tiling& tiling, const GpuDevice&
          "row weights");
 }
 
-// With few tokens, one dispatch also adds up the slots, unless two are estimated to take less time.
+// With few tokens, a single dispatch also adds the slots, unless two dispatches have a shorter estimate.
 void check_sums() {
   for (const Chip& chip : kChips) {
     const GpuDevice device = whole(chip);
@@ -213,8 +213,9 @@ void check_sums() {
   }
 }
 
-// One dispatch also applies a gated activation if a threadgroup has one row and N has no remainder. The plan is
-// otherwise that of the product alone.
+// A single dispatch also applies a gated activation if a threadgroup has one row and N has no remainder. Otherwise,
+// the
+// plan is that of the product alone.
 void check_gates() {
   for (const Chip& chip : kChips) {
     const GpuDevice device = whole(chip);

@@ -50,7 +50,7 @@ void check_cache() {
   expect(prepared_by(4) == 1, "removing the table replaces cached plans too");
 }
 
-// The cache of products with experts plans them with plan_moe, and follows a tuner's table too.
+// The cache of products with experts plans them with plan_moe, and also uses a tuner's table.
 void check_moe_cache() {
   subject = "plan cache of experts";
   set_tuned({});
@@ -66,8 +66,9 @@ void check_moe_cache() {
   set_tuned({});
 }
 
-// Checks that a problem and the problems that differ from it in one byte have launches of their own. A problem has no
-// padding, so every field has bytes that differ.
+// Checks that a problem has its own launch, and so does each problem that differs from it in one byte. A problem
+// has no
+// padding, so each of its bytes belongs to a field.
 template <typename Problem>
 void check_keys_of(const char* kind) {
   subject = kind;

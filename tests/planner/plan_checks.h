@@ -15,7 +15,7 @@
 using marlin::test::expect;
 using marlin::test::subject;
 
-// Checks that a value differs from the expected one by at most `tolerance` times the expected one.
+// Checks that a value differs from the expected value by at most `tolerance` times the expected value.
 inline void expect_close(double value, double wanted, double tolerance, const std::string& what) {
   expect(std::abs(value - wanted) <= tolerance * wanted,
          what + ": expected " + std::to_string(wanted) + ", got " + std::to_string(value));
@@ -53,7 +53,7 @@ inline std::set<std::string> all_functions() {
   return names;
 }
 
-// Checks what holds for each dispatch of a plan.
+// Checks rules that hold for each dispatch of a plan.
 inline void check_dispatch(const marlin::Dispatch& dispatch) {
   static const std::set<std::string> names = all_functions();
   const std::string function = host_name(dispatch.instance);

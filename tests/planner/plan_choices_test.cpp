@@ -9,7 +9,7 @@ using namespace marlin;
 
 namespace {
 
-// Checks that a call selects a variant, or a variant and a tile, by naming it. For "auto", a tuner's table selects it.
+// Checks that a call selects a variant, or a variant and a tile, by its name. For "auto", a tuner's table selects it.
 void check_names() {
   GemmProblem problem = square(3, 500, 704, 64);
   subject = "names";
@@ -48,8 +48,8 @@ void check_names() {
   problem.tuned = "auto";
 }
 
-// Decoding rounds the weight, so "auto" decodes only what the option allows, and "rounded" at most 256 MiB without the
-// option; both only if that takes less time.
+// Decoding rounds the weight, so "auto" decodes only if the option allows it, and "rounded" decodes at most 256 MiB
+// without the option. Both decode only if this is faster.
 void check_decoding() {
   subject = "decoding";
   const GemmProblem many = square(4608, 12288, 3072, 32);
@@ -88,7 +88,7 @@ void check_tile_refusals() {
          "the reason: " + tile_refusal({128, 128, 32}, ElementType::float32, 2));
 }
 
-// Checks the stripes on an M1, which has 8 cores with registers for 2 threadgroups each, and on an M1 Max.
+// Checks the stripes on an M1, whose 8 cores have registers for 2 threadgroups each, and on an M1 Max.
 void check_stripe_choices() {
   const struct {
     uint32_t M, N, K, cores, stripes, k_per_slice;
@@ -117,8 +117,8 @@ void check_stripe_choices() {
   }
 }
 
-// One token takes one dispatch, because each threadgroup reads its own expert's id. 512 tokens take two, because the
-// rows are sorted first. A weighted sum adds one dispatch to those of 512 tokens.
+// One token needs one dispatch, because each threadgroup reads its own expert's id. 512 tokens need two, because the
+// rows are sorted first. For 512 tokens, a weighted sum needs one more dispatch.
 void check_experts() {
   for (const auto& chip : kChips) {
     for (const uint32_t tokens : {1U, 4U, 16U, 64U, 512U}) {
@@ -177,7 +177,7 @@ void check_elementwise() {
       expect_tiling(embedding.dispatches[0].grid.y, embedding.dispatches[0].threads.y, 3, "ids");
       const Plan repack =
           plan_repack({.kernel = Kernel::awq_repack, .rows = K / 8, .columns = N, .thread_bytes = 64}, {});
-      // Bytes at 0.88 of an M1's 68.25 GB/s, which are read and written in addition to the launch.
+      // The bytes, at 0.88 of an M1's 68.25 GB/s, are read and written in addition to the launch.
       const auto time_of = [](double bytes) { return 6e-6 + bytes / (0.88 * 68.25e9); };
       const double weight = 0.5 * K * N + 2.0 * ceil_divide(K, 32U) * N;
       expect_close(seconds(dequantize), time_of(weight + 2.0 * K * N), 1e-6, "the time of dequantize");

@@ -149,7 +149,8 @@ void check_choices() {
   }
 }
 
-// Checks the seconds of a long sequence on an M1, which they divide into more segments than the workspace alone would.
+// Checks the predicted seconds of a long sequence on an M1, which divide it into more segments than the workspace
+// does.
 void check_times() {
   const auto time_of = [](const MlstmLaunch& from, size_t first, size_t last) {
     double sum = 0;
@@ -159,8 +160,10 @@ void check_times() {
       sum += plan.dispatches[i].seconds;
     return sum;
   };
-  // Two segments of xLSTM-7B: states are 256 x 512 multiply-adds a token and head, of 101.7 a clock of each core. The
-  // output multiplies as much with the state, and with 48 keys on average: its scores cost 256 and its values 512 each.
+  // Two segments of xLSTM-7B. States need 256 x 512 multiply-adds per token and head, at 101.7 per clock in each
+  // core.
+  // The output needs as many with the state, and for each of 48 keys on average 2 x 256 for the score and 512 for
+  // values.
   const double clocks = (2.0 * 256 * 512 + 48 * (256 * 2 + 512)) / 101.7;
   const double expected = 8 * 4096.0 * clocks / (8 * 1.278e9);
   expect_close(time_of(launch(1, 8, 4096, 256, 512, 0), 1, 4), expected, 0.05, "the time of 4096 tokens");

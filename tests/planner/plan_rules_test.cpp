@@ -43,8 +43,9 @@ void check_slices(const GemmProblem& problem, const Plan& plan) {
   expect_tiling(last.grid.y, last.threads.y, problem.M, "reduced rows");
 }
 
-// Walks the stripes as the kernel does. Checks that every unit is taken once, that each partial sum has its own slot,
-// and that the reduction's grid has one slice in z for each tile that several stripes share.
+// Iterates over the stripes as the kernel does. Checks that every unit belongs to one stripe, that each partial sum
+// has
+// its own slot, and that the reduction's grid has one slice in z for each tile that several stripes share.
 void check_stripes(const GemmProblem& problem, const Plan& plan, TileShape tile, const GpuDevice& device) {
   const Dispatch& product = plan.dispatches.front();
   const auto& params = std::get<GemmParams>(product.params);
@@ -157,7 +158,7 @@ void check_row_blocks(const GemmProblem& problem, const Dispatch& product, const
   expect_tiling(product.grid.z, uint64_t{simdgroups} * params.k_per_slice, weight.K, "k");
 }
 
-// Checks that the row blocks of all dispatches follow each other, and that all dispatches have the same slices of K.
+// Checks that the row blocks of all dispatches are consecutive, and that all dispatches have the same slices of K.
 void check_fused(const GemmProblem& problem, const Plan& plan, const GpuDevice& device) {
   uint32_t next = 0;
   for (const Dispatch& product : products_of(plan)) {

@@ -13,7 +13,7 @@ using namespace marlin;
 
 namespace {
 
-// The formats that tensor units multiply. lut4 would need floats as operands.
+// The formats that tensor units support. lut4 would need float operands.
 constexpr std::array kFormats{WeightFormat::uint4b8,     WeightFormat::uint4, WeightFormat::uint4_bias,
                               WeightFormat::float4_e2m1, WeightFormat::nvfp4, WeightFormat::mxfp4};
 
@@ -95,8 +95,8 @@ void check_systems() {
   }
 }
 
-// Checks that a chip without tensor units never gets the variant `tensor`: not if a call names it, not if a tuner's
-// table names it, and not if neither does.
+// Checks that a chip without tensor units never gets the variant `tensor`, whether a call names it, a tuner's table
+// names it, or neither does.
 void check_refusals() {
   for (const Chip& chip : kChips) {
     subject = chip.name;
@@ -166,7 +166,7 @@ void check_operands() {
   }
 }
 
-// The words are those of geometry.h.
+// geometry.h defines the words.
 void check_layout() {
   subject = "layout";
   std::array<int32_t, kTensorProbed> words;
@@ -272,8 +272,9 @@ double seconds(const GemmProblem& problem, std::string_view variant, const GpuDe
   return estimate(choose(tilings, named), named, device).total();
 }
 
-// Compares the estimate with products that were counted by hand: 512 * 4096 * 4096 / 512, of 4.26 clocks each. Decoding
-// overlaps with them in part.
+// Compares the estimate with products that were counted by hand: 512 * 4096 * 4096 / 512, of 4.26 clocks each.
+// Decoding
+// partly overlaps with them.
 void check_estimate() {
   const GpuDevice m5 = whole("M5");
   const GemmProblem problem = square(512, 4096, 4096, 128, "tensor:64x128x32");
@@ -281,7 +282,7 @@ void check_estimate() {
   subject = "estimate";
   const double products = 4096.0 * 4096.0 * 4.26;
   expect(close(seconds(problem, "tensor:64x128x32", m5), products / (4 * 10 * 1.6e9)), "the rate of the tensor units");
-  GpuDevice as_m1{.cores = 10, .chip = find_chip("M1")};  // an M5 whose user makes it plan for an M1
+  GpuDevice as_m1{.cores = 10, .chip = find_chip("M1")};  // an M5 that the user plans as an M1
   set_system(as_m1, m5.system);
   expect(close(seconds(problem, "tensor:64x128x32", as_m1), products / (4 * 10 * 1.278e9)),
          "tensor units at an M1's clock");
@@ -327,8 +328,8 @@ MoeProblem mixture(std::string_view variant, uint32_t tokens = 512) {
   return problem;
 }
 
-// Mixtures get the kernel under the same conditions as products: the gate holds, and a call or a tuner's table names
-// it, or the estimate is the least and the table names no other.
+// Mixtures use the kernel under the same conditions as products. The gate must allow the kernel. In addition, a call or
+// a tuner's table must name it, or its estimate must be the smallest and the table must name no other kernel.
 void check_experts() {
   for (const Chip& chip : kChips) {
     const GpuDevice device = whole(chip.name);

@@ -29,7 +29,7 @@ def linear(name: str, N: int, K: int) -> dict[str, tuple[int, ...]]:
 
 
 def flux(singles: int = 1) -> dict[str, tuple[int, ...]]:
-    """Returns the names of FLUX's tensors in the files of Black Forest Labs."""
+    """Returns the names and shapes of FLUX's tensors in the files of Black Forest Labs."""
     shapes = linear("img_in", D, 64) | linear("txt_in", D, D) | linear("final_layer.linear", 64, D)
     shapes |= linear("final_layer.adaLN_modulation.1", 2 * D, D)
     for name in ("time_in", "vector_in"):
@@ -48,7 +48,7 @@ def flux(singles: int = 1) -> dict[str, tuple[int, ...]]:
 
 
 def sd3() -> dict[str, tuple[int, ...]]:
-    """Returns the names of SD3's tensors in the files of Stability AI."""
+    """Returns the names and shapes of SD3's tensors in the files of Stability AI."""
     shapes = {"pos_embed": (1, 64, D), "x_embedder.proj.weight": (D, 4, 2, 2), "x_embedder.proj.bias": (D,)}
     shapes |= linear("context_embedder", D, D) | linear("final_layer.linear", 16, D)
     shapes |= linear("final_layer.adaLN_modulation.1", 2 * D, D)

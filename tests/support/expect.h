@@ -1,4 +1,4 @@
-// Checks for the C++ tests. They are counted, and printed if they fail.
+// Checks for the C++ tests. They are counted, and a failed check is printed.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ inline int64_t checks = 0;
 inline int64_t failures = 0;
 inline std::string subject;  // describes the input of the following checks; printed with each failure
 
-// `what` is a text or a function that returns it. The function is called on failure only: some tests make millions of
-// checks.
+// `what` is a text or a function that returns a text. The function is only called if the check fails, because some
+// tests run millions of checks.
 template <class What>
 void expect(bool condition, What&& what) {
   constexpr int kMaxPrinted = 20;
@@ -43,7 +43,7 @@ struct NamedCase {
   void (*run)();
 };
 
-// Runs all cases, or only the one that the first argument names. Prints a line for each, and then the report.
+// Runs all cases, or only the case that the first argument names. Prints a line for each case, and then the report.
 inline int run_cases(std::initializer_list<NamedCase> cases, int argc, char** argv) {
   bool found = false;
   for (const NamedCase& test : cases) {

@@ -55,8 +55,8 @@ def moe_gemm(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the exact result for the rounded inputs, and the error bound of each element.
 
-    The bound is the bound of `reference.gemm` for fp32 results, plus one fp32 rounding for each product with a row
-    weight and for each sum, plus the last rounding to the dtype of `a`.
+    The bound has three terms: the bound of `reference.gemm` for fp32 results; one fp32 rounding for each product with a
+    row weight and for each sum; and the last rounding to the dtype of `a`.
     """
     T, top_k = ids.shape
     N = experts.weights[0].exact.shape[1]

@@ -38,8 +38,8 @@ def dense_model(folder: Path, weights: dict[str, torch.Tensor], dense: dict[str,
 def magnitude(weight: PackedWeight) -> torch.Tensor:
     """Returns the magnitude of each weight in the error bound, fp64 `[K, N]`.
 
-    Rounding errors of kernels that sum raw codes grow with the codes and zero points, so the magnitude is computed from
-    these.
+    The rounding errors of kernels that sum raw codes grow with the codes and zero points, so these determine the
+    magnitude.
     """
     if weight.zeros is not None or weight.weight_format == "uint4b8":
         return _code_magnitude(weight)

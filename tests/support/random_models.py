@@ -32,13 +32,13 @@ FORMATS = {
     "awq": ("uint4",),
     "compressed-tensors": ("uint4b8", "nvfp4"),
 }
-DOORS = ("from_pretrained", "load_quantized", "load_quantized, meta")
+ENTRY_POINTS = ("from_pretrained", "load_quantized", "load_quantized, meta")
 PREFIXES = ("", "", "", "module.", "_orig_mod.")
 
 
 def case(rng: random.Random, work: Path) -> str:
     """Creates and loads one model. Returns "right" or the reason of a refusal; raises if the loaded model is wrong."""
-    family, target, door = rng.choice(FAMILIES), rng.choice(sorted(FORMATS)), rng.choice(DOORS)
+    family, target, entry_point = rng.choice(FAMILIES), rng.choice(sorted(FORMATS)), rng.choice(ENTRY_POINTS)
     torch.manual_seed(rng.randrange(1 << 30))
     model = class_of(family)(shrunken(family)).eval()
     with torch.no_grad():
@@ -54,15 +54,15 @@ def case(rng: random.Random, work: Path) -> str:
         layer.name = prefix + layer.name
     try:
         write(work / "saved", target, layers, state, json.loads(model.config.to_json_string()))
-        loaded = load(door, model, work / "saved", rng.choice(("error", "dequantize")), excluded)
+        loaded = load(entry_point, model, work / "saved", rng.choice(("error", "dequantize")), excluded)
     except convert.UnsupportedFormat:
         return "refused by the format"
     except ValueError as error:
         if "has a forward of its own" not in str(error):
             raise
         return "refused: a table with a forward of its own"
-    compare(exact, loaded.eval(), f"{family}, {target}, {door}, prefix {prefix!r}, exclude {excluded}")
-    return f"right, {door}"
+    compare(exact, loaded.eval(), f"{family}, {target}, {entry_point}, prefix {prefix!r}, exclude {excluded}")
+    return f"right, {entry_point}"
 
 
 def others(model: Any, layers: list[PackedWeight]) -> list[tuple[str, torch.Tensor]]:
@@ -153,13 +153,13 @@ def write(
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": exporter.settings()}))
 
 
-def load(door: str, model: Any, path: Path, on_unsupported: Any, excluded: list[str]) -> Any:
+def load(entry_point: str, model: Any, path: Path, on_unsupported: Any, excluded: list[str]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if door == "from_pretrained":
+        if entry_point == "from_pretrained":
             config = MarlinConfig(on_unsupported=on_unsupported, modules_to_not_convert=excluded)
             return type(model).from_pretrained(path, quantization_config=config, dtype=torch.float32)
-        if door.endswith("meta"):
+        if entry_point.endswith("meta"):
             with torch.device("meta"):
                 model = type(model)(model.config)
         load_quantized(model, path, on_unsupported=on_unsupported, exclude=excluded, progress=False)

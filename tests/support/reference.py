@@ -68,8 +68,8 @@ def pack(codes: np.ndarray, bits: int = 4) -> torch.Tensor:
     return torch.from_numpy(words.astype(np.uint32).view(np.int32))
 
 
-# The first bit of the upper bits of each k of a group of eight, and of each group of eight in a word of the second
-# plane (docs/formats/formats.md).
+# The bit at which the upper bits begin, for each k of a group of eight, and for each group in a word of the
+# second plane (docs/formats/formats.md).
 FIELDS = {5: (0, 4, 1, 5, 16, 20, 17, 21), 6: (0, 4, 2, 6, 16, 20, 18, 22)}
 BLOCKS = {5: (0, 2, 8, 10), 6: (0, 8)}
 

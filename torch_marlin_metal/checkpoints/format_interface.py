@@ -74,7 +74,10 @@ class DirectoryFormat(Format):
             start with "second ".
     """
 
-    containers: tuple[str, ...] = ("a directory of safetensors files", "(on request) a directory of PyTorch pickles")
+    containers: tuple[str, ...] = (
+        "a directory of safetensors files",
+        "(with `allow_pickle=True`) a directory of PyTorch pickles",
+    )
     methods: tuple[str, ...]
     anchors: Mapping[str, str]
     roles: Mapping[str, tuple[str, ...]]

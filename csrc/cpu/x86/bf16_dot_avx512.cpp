@@ -13,7 +13,7 @@ MARLIN_TARGET(MARLIN_AVX512 ",avx512bf16,avx512vbmi")
 #include "csrc/cpu/kernels/bf16_parts.h"
 #include "csrc/cpu/kernels/planes.h"
 #include "csrc/cpu/kernels/segments.h"
-#include "csrc/cpu/x86/amx_codes.h"
+#include "csrc/cpu/x86/bf16_codes.h"
 #include "csrc/cpu/x86/vec_avx512.h"
 
 namespace marlin::cpu {

@@ -11,7 +11,7 @@
 #include "csrc/cpu/kernels/kernel_table.h"
 #include "csrc/cpu/scratch.h"
 #include "csrc/gemm/cpu/blocks.h"
-#include "csrc/gemm/cpu/plan.h"
+#include "csrc/gemm/cpu/kernel_of_plan.h"
 #include "csrc/weights/cpu/scales.h"
 
 namespace marlin::cpu {
@@ -19,50 +19,7 @@ namespace marlin::cpu {
 // Parts of scratch memory start at multiples of this many elements, so that products do not share cache lines.
 inline constexpr int64_t kScratchUnit = 64;
 
-inline const MatrixKernel& matrix_kernel(const CpuPlan& plan, const KernelSet& kernels) {
-  switch (plan.kernel) {
-    case CpuKernel::bf16_dot_fp32_row:
-      return bf16_dot_kernels()->fp32_row;
-    case CpuKernel::bf16_dot_small_m:
-      return bf16_dot_kernels()->small_m;
-    case CpuKernel::bf16_dot:
-      return bf16_dot_kernels()->large_m;
-    case CpuKernel::bf16_dot_panel:
-      return bf16_dot_kernels()->panel;
-    case CpuKernel::bf16_dot_rounded:
-      return bf16_dot_kernels()->rounded;
-    case CpuKernel::byte_split_avx2:
-      return avx2_byte_split_kernels()->small_m;
-    case CpuKernel::byte_split_small_m:
-      return byte_split_kernels()->small_m;
-    case CpuKernel::byte_split:
-      return byte_split_kernels()->large_m;
-    case CpuKernel::byte_matrix:
-      return *byte_matrix_kernel();
-    case CpuKernel::int8_avx2_small_m:
-      return avx2_byte_split_kernels()->int8_small_m;
-    case CpuKernel::int8_avx2:
-      return avx2_byte_split_kernels()->int8;
-    case CpuKernel::int8_small_m:
-      return byte_split_kernels()->int8_small_m;
-    case CpuKernel::int8:
-      return byte_split_kernels()->int8;
-    case CpuKernel::amx:
-      return amx_kernels(plan.parts)->exact;
-    case CpuKernel::amx_scaled:
-      return amx_kernels(plan.parts)->scaled;
-    case CpuKernel::amx_table:
-      return amx_kernels(plan.parts)->table;
-    case CpuKernel::amx_rounded:
-      return amx_kernels(plan.parts)->rounded;
-    case CpuKernel::small_m:
-      return kernels.small_m;
-    default:
-      return kernels.large_m;
-  }
-}
-
-// Computes one pass of a product, that is, some of its rows.
+// One pass of a product, which computes some of its rows.
 class Pass {
  public:
   Pass(const GemmArguments& arguments, const CpuPlan& plan, const KernelSet& kernels, int64_t pass)
@@ -93,8 +50,8 @@ class Pass {
   int64_t pass() const { return pass_; }
   int64_t rows() const { return x_.rows; }
 
-  // The sizes of the parts of scratch memory that place() takes: bytes of packed activations, and elements of the
-  // others.
+  // The sizes of the parts of scratch memory that place() receives: bytes for the packed activations, and elements for
+  // all other parts.
   int64_t value_bytes() const { return round_up(chunks_ * x_.row_blocks * x_.pitch * x_.row_bytes, kScratchUnit); }
   int64_t sum_count() const { return round_up(chunks_ * x_.segments * x_.rows, kScratchUnit); }
   int64_t start_count() const { return x_.row_blocks + 1; }
@@ -102,7 +59,7 @@ class Pass {
     return plan_.k_slices > 1 ? round_up(plan_.k_slices * x_.rows * w_.N, kScratchUnit) : 0;
   }
 
-  // Takes the memory for the packed activations, their sums, the row blocks and the partial sums.
+  // Sets the memory of the packed activations, their sums, the row blocks and the partial sums.
   void place(char* values, float* sums, int64_t* starts, float* partial) {
     const int64_t row_units = ceil_divide(x_.rows, plan_.row_unit);
     for (int64_t i = 0; i <= x_.row_blocks; ++i)
@@ -113,17 +70,19 @@ class Pass {
     partial_ = plan_.k_slices > 1 ? partial : nullptr;
   }
 
-  // False if the kernel cannot represent an activation or a scale; the pass must then be repeated with another plan.
+  // Returns false if the kernel cannot represent an activation or a scale. The caller must then repeat the pass with
+  // another plan.
   bool representable() const { return representable_.load(std::memory_order_relaxed); }
 
-  // Packing: a task per chunk and row block. Chunks are innermost, so that a thread reads its rows from front to back.
+  // Packs the activations, with one task for each chunk and row block. Chunks are innermost, so that a thread reads its
+  // rows from front to back.
   int64_t pack_tasks() const { return chunks_ * x_.row_blocks; }
   int64_t pack_task_elements() const { return chunk_k_ * ceil_divide(x_.rows, x_.row_blocks); }
   void pack(int64_t task) {
     if (!pack(task % chunks_, task / chunks_)) representable_.store(false, std::memory_order_relaxed);
   }
 
-  // The products, for packed activations.
+  // Computes the products, after all activations are packed.
   int64_t tasks() const { return row_tasks() * plan_.column_tasks * plan_.k_slices; }
   void multiply(int64_t index) {
     const int64_t slice = index % plan_.k_slices;
@@ -133,7 +92,7 @@ class Pass {
              partial_ == nullptr ? nullptr : partial_ + slice * x_.rows * w_.N);
   }
 
-  // Returns the number of rows of the partial sums over slices of K; 0 if K is not sliced.
+  // Returns the number of rows of the partial sums over slices of K, or 0 if K is not sliced.
   int64_t sliced_rows() const { return plan_.k_slices > 1 ? x_.rows : 0; }
   void add_slices(int64_t m) const {
     float* total = partial_ + m * w_.N;
@@ -186,7 +145,7 @@ class Pass {
       out[k] = from[perm[k]];
   }
 
-  // Returns the sum of `count` values; count is a multiple of 8.
+  // Returns the sum of `count` values. `count` is a multiple of 8.
   static float sum(const float* values, int64_t count) {
     float lanes[8] = {};
     for (int64_t i = 0; i < count; i += 8) {
@@ -199,14 +158,14 @@ class Pass {
   void run_task(Range blocks, Range strips, Range chunks, float* partial) {
     static thread_local Scratch y_scratch, scale_scratch, panel_scratch;
     const int64_t block_strips = plan_.block_columns / plan_.strip;
-    // The row blocks are divided evenly, because every group of them decodes all words again.
+    // The row blocks are divided into equal groups, because each group decodes all words again.
     const int64_t groups_of_blocks = ceil_divide(ceil_divide(x_.rows, row_tasks()), plan_.block_rows);
     const int64_t block_step = ceil_divide(blocks.size(), groups_of_blocks);
     const int64_t columns = block_strips * plan_.strip;
     float* y = y_scratch.get<float>(block_step * plan_.max_rows * columns);
     float* scales = scale_scratch.get<float>(2 * groups() * columns);
-    // The scratch memory holds two panels. If the last strip reaches beyond N, its words are copied and padded; the
-    // room for this copy lies before the panels.
+    // The scratch memory contains two panels. If the last strip extends beyond N, its words are copied and padded; the
+    // memory for this copy is in front of the panels.
     const int64_t tail = (word_rows(chunk_k_) + high_rows(chunk_k_)) * plan_.strip * int64_t{sizeof(uint32_t)};
     char* scratch = panel_scratch.get<char>(tail + 2 * matrix_.panel_bytes);
     auto* tail_words = reinterpret_cast<uint32_t*>(scratch);
@@ -261,16 +220,16 @@ class Pass {
   // Returns the number of rows of words that hold this many k.
   int64_t word_rows(int64_t k) const { return k / codes_per_word(w_.format); }
 
-  // Returns the number of rows of the second plane that hold this many k. A chunk begins with a row.
+  // Returns the number of rows of the second plane that hold this many k. Each chunk begins at the start of a row.
   int64_t high_rows(int64_t k) const { return ceil_divide(k * high_bits_, 32); }
 
   // Returns the number of groups in a chunk.
   int64_t groups() const { return ceil_divide(chunk_k_, group_); }
 
   // Loads the scales and the zeros of a chunk's groups, as two arrays [group, columns of the strips] with zeros beyond
-  // N. For a scaled panel, the second array holds the global scale instead, as [columns of the strips]. Returns the
-  // number of the chunk's first group. If `loaded` is that number, `scales` holds this chunk's values already, and
-  // nothing is loaded.
+  // N. For a scaled panel, the second array contains the global scale instead, as [columns of the strips]. Returns the
+  // number of the chunk's first group. If `loaded` equals this number, `scales` already contains the chunk's values,
+  // and nothing is loaded.
   int64_t load_chunk_scales(int64_t chunk, const Range& strips, int64_t loaded, float* scales) {
     const int64_t k0 = chunk * chunk_k_;
     const int64_t first = k0 / w_.group_size;
@@ -295,8 +254,8 @@ class Pass {
     return first;
   }
 
-  // Sets what differs between the strips of a chunk, whose scales and zeros are at `scales`. run_strip() sets the row
-  // block.
+  // Sets the fields that differ between the strips of a chunk. `scales` is the address of their scales and zeros.
+  // run_strip() sets the fields of the row block.
   void set_strip(Step& step, int64_t strip, int64_t chunk, const Range& strips, const float* scales,
                  const uint32_t* ahead, uint32_t* tail_words) const {
     step.segment = static_cast<int>(group_);
@@ -382,7 +341,7 @@ class Pass {
     }
   }
 
-  // Writes row m of the pass.
+  // Writes row m of the pass to the output.
   void write(int64_t m, int64_t n, int64_t count, float* from) const {
     if (a_.bias != nullptr) {
       for (int64_t i = 0; i < count; ++i)
@@ -400,14 +359,14 @@ class Pass {
   const MatrixKernel& matrix_;
   const ZerosRole role_;
   const uint32_t high_bits_;
-  const float* const values_;  // of each code
-  const int64_t chunk_k_;      // number of k in a whole chunk
+  const float* const values_;  // the value of each code
+  const int64_t chunk_k_;      // number of k in a full chunk
   const int64_t chunks_;
   const int64_t strips_;
-  const int64_t group_;    // the group size, or chunk_k_ if that is smaller
+  const int64_t group_;    // the group size, or chunk_k_ if the group size is larger
   const int64_t segment_;  // number of k that a kernel sums before it applies scales
   const int64_t pass_;
-  const int64_t row_;  // the pass' first row of the product
+  const int64_t row_;  // the first row of the pass in the product
   Activations x_{};
   float* partial_ = nullptr;  // [k_slices, rows, N] sums over slices of K, or nullptr if there is one slice
   std::atomic<bool> representable_{true};

@@ -11,7 +11,9 @@ from pathlib import Path
 import softmetal
 
 if sys.argv[1:] and not Path(sys.argv[1]).exists():
-    sys.exit(f"softmetal: {sys.argv[1]} does not exist; expected: python -m softmetal program.py [arguments]")
+    expected = "expected: python -m softmetal program.py [arguments]"
+    print(f"softmetal: {sys.argv[1]} does not exist; {expected}", file=sys.stderr)
+    sys.exit(2)  # as the interpreter does for a program that does not exist
 softmetal.install()
 if len(sys.argv) > 1:
     children = str(Path(__file__).resolve().with_name("children"))

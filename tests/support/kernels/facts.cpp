@@ -1,5 +1,4 @@
-// Prints the constants and tables of kernels/shared/kernel_list.h that tests need, as JSON, so that no test repeats
-// them.
+// Prints constants and tables of kernels/shared/kernel_list.h as JSON, so that tests do not repeat them.
 #include <cstddef>
 #include <cstdio>
 

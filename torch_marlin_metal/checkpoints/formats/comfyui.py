@@ -64,6 +64,10 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         raise layer.unsupported(f"ComfyUI's {kind!r} is not read; known: {', '.join(KINDS)}")
     if others := sorted(set(stated) - set(KNOWN)):
         raise layer.unsupported(f"it states {', '.join(others)}, which is not known")
+    stored = list(layer.shape("weight"))
+    shape = [*stored[:-1], stored[-1] * (2 if kind == NVFP4 else 1)]
+    if stated.get("orig_shape", shape) != shape:
+        raise layer.unsupported(f"its matrix {stated['orig_shape']} is padded to {shape}, which is not read")
     if kind == NVFP4:
         return _read_nvfp4(layer)
     if kind == MXFP8:

@@ -16,7 +16,7 @@ from .resident import Resident
 HERE = Path(__file__).resolve().parent
 _PROJECT = HERE.parents[2]
 _IS_CHECKOUT = (_PROJECT / "pyproject.toml").exists()
-_USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "softmetal"
+_USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "softmetal"
 # : The folders for built and for downloaded files: below a checkout of this project, or in the user's cache.
 OUTPUT = _PROJECT / "build" if _IS_CHECKOUT else _USER_CACHE
 DOWNLOADS = _PROJECT / ".cache" if _IS_CHECKOUT else _USER_CACHE

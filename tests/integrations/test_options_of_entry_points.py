@@ -88,16 +88,16 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("door", WAYS)
+@pytest.mark.parametrize("entry_point", WAYS)
 @pytest.mark.parametrize("kind", ["mislabelled", "pickled"])
-def test_the_error_names_what_works_at_its_door(kind, door, request) -> None:
+def test_the_error_names_what_works_at_its_entry_point(kind, entry_point, request) -> None:
     path = request.getfixturevalue(kind)
     with pytest.raises(convert.CheckpointError) as caught:
-        door(path)
-    (way,) = (text for text in WAYS[door] if text in str(caught.value))
-    options = WAYS[door][way]
-    model = door(path, *options) if isinstance(options, tuple) else door(path, **options)
-    if door is of_from_pretrained:
+        entry_point(path)
+    (way,) = (text for text in WAYS[entry_point] if text in str(caught.value))
+    options = WAYS[entry_point][way]
+    model = entry_point(path, *options) if isinstance(options, tuple) else entry_point(path, **options)
+    if entry_point is of_from_pretrained:
         assert sum(isinstance(layer, MarlinLinear) for layer in model.modules()) == 7
 
 
@@ -110,9 +110,9 @@ def test_a_layer_that_can_be_decoded_says_how(tmp_path) -> None:
     asked = {"on_unsupported": "error"}
     ways = {of_python: (python, {}), of_command: ("--on-unsupported dequantize", {})}
     ways |= {of_load_quantized: (python, asked), of_from_pretrained: (f"MarlinConfig({python})", asked)}
-    for door, (way, options) in ways.items():
+    for entry_point, (way, options) in ways.items():
         with pytest.raises(convert.CheckpointError, match=re.escape(f"{way}") + r"\)? decodes it to floats"):
-            door(tmp_path, **options)
+            entry_point(tmp_path, **options)
     of_python(tmp_path, on_unsupported="dequantize")
     of_command(tmp_path, "--on-unsupported", "dequantize")
     model = of_from_pretrained(tmp_path)

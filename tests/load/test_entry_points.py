@@ -1,6 +1,6 @@
 """Every entry point follows the same plan: each case ends in the same way, with the same error, wherever it can occur.
 
-`python -m tests.load.test_doors` writes the table of docs/use/what-loads.md.
+`python -m tests.load.test_entry_points` writes the table of docs/use/what-loads.md.
 """
 
 import re
@@ -18,15 +18,15 @@ from transformers.distributed import DistributedConfig
 
 from scripts import page_section
 from tests.integrations.test_beside_transformers import e5m2, packed, scheme
-from tests.support import doors
-from tests.support.doors import DOORS, IDS, UNTIED, Saved, quietly, saved
+from tests.support import entry_points
+from tests.support.entry_points import ENTRY_POINTS, IDS, UNTIED, Saved, quietly, saved
 from tests.support.processes import meshes, run
 from torch_marlin_metal import MarlinEmbedding, MarlinExperts, MarlinLinear
 from torch_marlin_metal.parallel import MarlinColwiseParallel, MarlinRowwiseParallel, SplitPlan
 from torch_marlin_metal.parallel.styles import ColumnPart, RowPart
 
 PAGE = Path(__file__).parents[2] / "docs/use/what-loads.md"
-SECTION = "tests.load.test_doors"
+SECTION = "tests.load.test_entry_points"
 HOSTS = ("from_pretrained", "diffusers")
 LOADS, STOPS, HOST, NONE = "loads", "stops", "the library", "-"
 
@@ -41,7 +41,7 @@ class Case:
         sentence: what happens, for the page.
         message: a regular expression for the errors of all entry points at which the load stops. "WAY(argument)" stands
             for the text that a user types at this entry point.
-        ends: how the load ends, for each entry point at which it does not end with "loads"; "*" means all others.
+        ends: the end of the load by entry point, if it is not "loads"; "*" means all other entry points.
         options: arguments, for the entry points that accept arguments.
         floats: the layers that are floats afterwards.
         written: changes the files.
@@ -56,8 +56,8 @@ class Case:
     floats: tuple[str, ...] = ()
     written: Callable[[Path], None] = lambda path: None
 
-    def end(self, door: str) -> str:
-        return self.ends.get(door, self.ends.get("*", LOADS))
+    def end(self, entry_point: str) -> str:
+        return self.ends.get(entry_point, self.ends.get("*", LOADS))
 
 
 def further_block(made: Saved) -> None:
@@ -88,18 +88,20 @@ def e5m2_layer(made: Saved) -> None:
 def stacks(made: Saved) -> dict[str, torch.Tensor]:
     """Returns the float tensors of the table, the head and the experts."""
     exact = made.exact
-    both = [torch.cat([exact[f"experts.{i}.w1"], exact[f"experts.{i}.w3"]]) for i in range(doors.EXPERTS)]
-    down = [exact[f"experts.{i}.w2"] for i in range(doors.EXPERTS)]
+    both = [torch.cat([exact[f"experts.{i}.w1"], exact[f"experts.{i}.w3"]]) for i in range(entry_points.EXPERTS)]
+    down = [exact[f"experts.{i}.w2"] for i in range(entry_points.EXPERTS)]
     named = {"experts.gate_up_proj": torch.stack(both), "experts.down_proj": torch.stack(down)}
     return named | {"table.weight": exact["table"]}
 
 
 def lacks_a_shard(path: Path) -> None:
-    doors.in_shards(path, lambda shard, table: table.update({"norm.bias": shard.name}))
+    entry_points.in_shards(path, lambda shard, table: table.update({"norm.bias": shard.name}))
 
 
 def has_another_shard(path: Path) -> None:
-    doors.in_shards(path, lambda shard, table: save_file({"norm.extra": torch.zeros(3)}, shard, {"format": "pt"}))
+    entry_points.in_shards(
+        path, lambda shard, table: save_file({"norm.extra": torch.zeros(3)}, shard, {"format": "pt"})
+    )
 
 
 def drop_float(made: Saved) -> None:
@@ -276,66 +278,70 @@ THREADS = Case(
 )
 
 
-def outcome(door: str, case: Case, path: Path) -> nn.Module:
-    made = saved(tied=door not in UNTIED)
+def outcome(entry_point: str, case: Case, path: Path) -> nn.Module:
+    made = saved(tied=entry_point not in UNTIED)
     case.change(made)
     made.write(path)
     case.written(path)
-    return quietly(lambda: DOORS[door](path, **case.options))
+    return quietly(lambda: ENTRY_POINTS[entry_point](path, **case.options))
 
 
-def message(case: Case, door: str) -> str:
+def message(case: Case, entry_point: str) -> str:
     """Returns the regular expression for the error at an entry point."""
 
     def way(found: re.Match[str]) -> str:
         name, value = found[1].split("=")
         words = (
-            f"--{name.replace('_', '-')} {value.strip(chr(39))}" if door not in WAYS else WAYS[door].format(found[1])
+            f"--{name.replace('_', '-')} {value.strip(chr(39))}"
+            if entry_point not in WAYS
+            else WAYS[entry_point].format(found[1])
         )
         return re.escape(words)
 
     return re.sub(r"WAY\((.*?)\)", way, case.message).replace("\\ ", " ").replace(" ", r"\s+")
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("name", CASES)
-def test_a_case_ends_as_the_page_says(name, door, tmp_path, request) -> None:
+def test_a_case_ends_as_the_page_says(name, entry_point, tmp_path, request) -> None:
     case = CASES[name]
-    if case.end(door) == NONE:
-        pytest.skip("the case cannot occur at this door")
-    if case.end(door) == STOPS:
-        with pytest.raises((ValueError, OSError), match=message(case, door)):
-            outcome(door, case, tmp_path / "saved")
+    if case.end(entry_point) == NONE:
+        pytest.skip("the case cannot occur at this entry point")
+    if case.end(entry_point) == STOPS:
+        with pytest.raises((ValueError, OSError), match=message(case, entry_point)):
+            outcome(entry_point, case, tmp_path / "saved")
         return
     device = request.getfixturevalue("mps") if "device" in case.options else "cpu"
-    model = outcome(door, case, tmp_path / "saved")
+    model = outcome(entry_point, case, tmp_path / "saved")
     assert type(model.block["up"]) is MarlinLinear
     empty = {tensor for tensor, value in model.state_dict().items() if value.is_meta}
-    if case.end(door) == HOST:
-        assert empty == ({case.message.rpartition(" ")[2]} if door == "diffusers" else set())
+    if case.end(entry_point) == HOST:
+        assert empty == ({case.message.rpartition(" ")[2]} if entry_point == "diffusers" else set())
         return
     assert {tensor.device.type for tensor in model.state_dict().values()} == {device}
-    floats = [name for name in case.floats if name != "head" or door not in UNTIED]
-    for layer in doors.PACKED:
+    floats = [name for name in case.floats if name != "head" or entry_point not in UNTIED]
+    for layer in entry_points.PACKED:
         kind = (MarlinEmbedding, nn.Embedding) if layer == "table" else (MarlinLinear, nn.Linear)
         assert type(model.get_submodule(layer)) is kind[layer in floats]
     assert isinstance(model.experts, MarlinExperts)
     assert model.norm.weight.dtype == case.options.get("dtype", torch.float32)
-    if door not in UNTIED:
+    if entry_point not in UNTIED:
         table, head = model.table, model.head
         assert head.weight is table.weight if floats else head.b_packed is table.b_packed
     with torch.no_grad():
-        found, expected = model.eval()(IDS.to(device)).cpu().double(), saved(tied=door not in UNTIED).logits()
+        found, expected = model.eval()(IDS.to(device)).cpu().double(), saved(tied=entry_point not in UNTIED).logits()
     assert float((found - expected).norm() / expected.norm()) < (0.02 if "dtype" in case.options else 1e-5)
 
 
-@pytest.mark.parametrize("door", [door for door in DOORS if THREADS.end(door) == LOADS])
-def test_two_loads_in_two_threads_give_the_same(door, tmp_path) -> None:
-    made, other = saved(tied=door not in UNTIED), saved(tied=True)
+@pytest.mark.parametrize(
+    "entry_point", [entry_point for entry_point in ENTRY_POINTS if THREADS.end(entry_point) == LOADS]
+)
+def test_two_loads_in_two_threads_give_the_same(entry_point, tmp_path) -> None:
+    made, other = saved(tied=entry_point not in UNTIED), saved(tied=True)
     path, second = made.write(tmp_path / "first"), other.write(tmp_path / "second")
     # While a library creates a model, it replaces functions of torch in all threads, so this model is created before.
-    own = doors.DoorsNet(doors.net_config(second)).float()
-    loads = [(lambda: DOORS[door](path), made), (lambda: doors.into(own, second, {}), other)]
+    own = entry_points.SmallNet(entry_points.net_config(second)).float()
+    loads = [(lambda: ENTRY_POINTS[entry_point](path), made), (lambda: entry_points.into(own, second, {}), other)]
     found: dict[int, torch.Tensor] = {}
 
     def load(index: int) -> None:
@@ -359,9 +365,9 @@ def in_parts(rank: int, world: int, path: Path, expected: torch.Tensor) -> None:
         "load_quantized": {"split": SplitPlan(meshes(world)[-1], styles)},
         "load_quantized, meta": {"split": SplitPlan(meshes(world)[-1], styles)},
     }
-    assert options.keys() == {door for door in DOORS if TENSOR_PARALLEL.end(door) == LOADS}
-    for door, given in options.items():
-        model = DOORS[door](path, **given)
+    assert options.keys() == {entry_point for entry_point in ENTRY_POINTS if TENSOR_PARALLEL.end(entry_point) == LOADS}
+    for entry_point, given in options.items():
+        model = ENTRY_POINTS[entry_point](path, **given)
         assert (type(model.block["up"]), type(model.block["down"])) == (ColumnPart, RowPart)
         with torch.no_grad():
             assert float((model.eval()(IDS).double() - expected).norm() / expected.norm()) < 1e-5
@@ -373,10 +379,10 @@ def test_processes_load_parts(tmp_path) -> None:
 
 
 def table() -> str:
-    shown = [door for door in DOORS if door != "load_quantized, meta"]
+    shown = [entry_point for entry_point in ENTRY_POINTS if entry_point != "load_quantized, meta"]
     lines = [f"| case | {' | '.join(shown)} | what happens |", "|---" * (len(shown) + 2) + "|"]
     for case in (*CASES.values(), TENSOR_PARALLEL, THREADS):
-        ends = [case.end(door) for door in shown]
+        ends = [case.end(entry_point) for entry_point in shown]
         lines.append(f"| {case.what} | {' | '.join(ends)} | {case.sentence} |")
     return "\n".join(lines)
 

@@ -59,14 +59,14 @@ def pixart(rng: random.Random) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
 
 def of_diffusers(rng: random.Random, work: Path) -> str:
     """Packs some layers of a model of diffusers, and loads it with `from_pretrained` or `load_quantized`."""
-    make, door = rng.choice((flux, unet, pixart)), rng.choice(("diffusers", "load_quantized"))
+    make, entry_point = rng.choice((flux, unet, pixart)), rng.choice(("diffusers", "load_quantized"))
     exact, sizes = make(rng)
     layers = pack_some(rng, exact.eval(), "native")
     names = tuple(f"{layer.name}." for layer in layers)
     others = [(name, value) for name, value in exact.state_dict().items() if not name.startswith(names)]
     config = json.loads(exact.to_json_string())
     write(work / "saved", "native", layers, others, config, "diffusion_pytorch_model.safetensors")
-    if door == "diffusers":
+    if entry_point == "diffusers":
         loaded = type(exact).from_pretrained(work / "saved")
     else:
         (work / "saved" / "diffusion_pytorch_model.safetensors").rename(work / "saved" / "model.safetensors")
@@ -90,8 +90,8 @@ def of_diffusers(rng: random.Random, work: Path) -> str:
 
     count = sum(isinstance(module, MarlinLinear) for module in loaded.modules())
     assert count == len(layers), f"{count} of {len(layers)} layers are packed"
-    compare(exact, loaded.eval(), f"{make.__name__}, {door}", inputs, runs)
-    return f"right, {make.__name__}, {door}"
+    compare(exact, loaded.eval(), f"{make.__name__}, {entry_point}", inputs, runs)
+    return f"right, {make.__name__}, {entry_point}"
 
 
 def of_gguf(rng: random.Random, work: Path) -> str:
@@ -159,11 +159,11 @@ def pooled(model: Any, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 CASES = (of_diffusers, of_gguf, of_sentence_transformers)
 # half of the cases load directories through this package's own entry points
-DOORS = (*CASES, *[random_models.case] * len(CASES))
+ENTRY_POINTS = (*CASES, *[random_models.case] * len(CASES))
 
 
 def case(rng: random.Random, work: Path) -> str:
     torch.manual_seed(rng.randrange(1 << 30))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return rng.choice(DOORS)(rng, work)
+        return rng.choice(ENTRY_POINTS)(rng, work)

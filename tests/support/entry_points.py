@@ -56,10 +56,10 @@ def compute(self: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 class NetConfig(transformers.PretrainedConfig):
-    model_type = "doors_net"
+    model_type = "small_net"
 
 
-class DoorsNet(transformers.PreTrainedModel):
+class SmallNet(transformers.PreTrainedModel):
     config_class = NetConfig
     _tp_plan = {"block.up": "colwise", "block.down": "rowwise"}  # noqa: RUF012
     _tied_weights_keys = {"head.weight": "table.weight"}  # noqa: RUF012  transformers reads it as a dictionary
@@ -79,7 +79,7 @@ class DoorsNet(transformers.PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, DoorsNet):
+        if isinstance(module, SmallNet):
             initialization.constant_(module.scale, SCALE)
 
 
@@ -140,7 +140,7 @@ class Saved:
         for name, weight in self.weights.items():
             state |= {f"{name}.{key}": tensor for key, tensor in exporter.own_tensors(weight, name).items()}
         path.mkdir()
-        config = {"model_type": "doors_net", "_class_name": "DiffusersNet", "architectures": ["DoorsNet"]}
+        config = {"model_type": "small_net", "_class_name": "DiffusersNet", "architectures": ["SmallNet"]}
         config |= {"tie_word_embeddings": self.tied, "quantization_config": self.settings or exporter.settings()}
         (path / "config.json").write_text(json.dumps(config))
         for file in ("model", "diffusion_pytorch_model"):
@@ -165,7 +165,7 @@ def saved(tied: bool) -> Saved:
 
 def from_pretrained(path: Path, **options: Any) -> nn.Module:
     hosts = library_options(options)
-    return DoorsNet.from_pretrained(path / "model", quantization_config=config_of(options), **hosts)
+    return SmallNet.from_pretrained(path / "model", quantization_config=config_of(options), **hosts)
 
 
 def library_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -180,12 +180,12 @@ def config_of(options: dict[str, Any]) -> MarlinConfig:
 
 
 def load_quantized_cpu(path: Path, **options: Any) -> nn.Module:
-    return into(DoorsNet(net_config(path)).float(), path, options)
+    return into(SmallNet(net_config(path)).float(), path, options)
 
 
 def load_quantized_meta(path: Path, **options: Any) -> nn.Module:
     with torch.device("meta"):
-        model = DoorsNet(net_config(path)).float()
+        model = SmallNet(net_config(path)).float()
     return into(model, path, options)
 
 
@@ -208,14 +208,14 @@ def net_config(path: Path) -> NetConfig:
     return NetConfig(tie_word_embeddings=json.loads((path / "config.json").read_text())["tie_word_embeddings"])
 
 
-def diffusers_door(path: Path, **options: Any) -> nn.Module:
+def by_diffusers(path: Path, **options: Any) -> nn.Module:
     given = library_options(options)
     given = {{"dtype": "torch_dtype"}.get(name, name): value for name, value in given.items()}
     given |= {"quantization_config": config_of(options)} if options else {}
     return DiffusersNet.from_pretrained(path / "diffusion_pytorch_model", **given)
 
 
-def sentence_transformers_door(path: Path) -> nn.Module:
+def by_sentence_transformers(path: Path) -> nn.Module:
     return SentenceNet.load_torch_weights(str(path / "model"), model=SentenceNet())
 
 
@@ -237,21 +237,21 @@ def _list(value: Any) -> list[str]:
 
 @contextlib.contextmanager
 def known_to_transformers() -> Iterator[None]:
-    transformers.AutoConfig.register("doors_net", NetConfig, exist_ok=True)
+    transformers.AutoConfig.register("small_net", NetConfig, exist_ok=True)
     library = sys.modules["transformers"]
-    library.DoorsNet = DoorsNet
+    library.SmallNet = SmallNet
     try:
         yield
     finally:
-        del library.DoorsNet
+        del library.SmallNet
 
 
-DOORS: dict[str, Callable[..., nn.Module]] = {
+ENTRY_POINTS: dict[str, Callable[..., nn.Module]] = {
     "from_pretrained": from_pretrained,
     "load_quantized": load_quantized_cpu,
     "load_quantized, meta": load_quantized_meta,
-    "diffusers": diffusers_door,
-    "sentence-transformers": sentence_transformers_door,
+    "diffusers": by_diffusers,
+    "sentence-transformers": by_sentence_transformers,
     "inspect --model": command,
 }
 UNTIED = ("diffusers", "sentence-transformers")  # these libraries tie no weights
