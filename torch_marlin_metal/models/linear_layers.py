@@ -104,7 +104,7 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
 
 
 def packed_layer(old: nn.Module, packed: PackedWeight, dtype: torch.dtype) -> MarlinLinear:
-    """Makes the packed layer that replaces an embedding or a Linear layer. It gets the bias of the Linear layer."""
+    """Makes the packed layer that replaces an embedding, or a Linear layer whose bias the packed layer gets."""
     if isinstance(old, nn.Embedding):
         return MarlinEmbedding.like(old, packed, dtype)
     return MarlinLinear.from_packed(replace(packed, bias=old._parameters.get("bias")), dtype=dtype)
