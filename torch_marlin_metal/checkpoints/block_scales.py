@@ -9,8 +9,8 @@ MX_BLOCK = 32
 NVFP4_BLOCK = 16
 NVFP4_LARGEST = 448.0 * 6.0  # E4M3's largest scale times E2M1's largest code
 E8M0_ONE = 127
-# Format -> (mask of the magnitude bits in a word, words in a block). A code is zero if its magnitude bits
-# are all 0.
+# To find blocks of zeros: format -> (mask of the magnitude bits in a word, words in a block). A code is zero if its
+# magnitude bits are all 0.
 MAGNITUDES = {"mxfp4": (0x77777777, 4), "mxfp8": (0x7F7F7F7F, 8)}
 
 

@@ -16,8 +16,8 @@ class Spot:
 
     Attributes:
         target: the module.
-        shape: the shape of the Linear that a new layer replaces. None for an embedding, and for any other module, which
-            receives decoded values.
+        shape: if a new layer replaces a Linear, the shape of the Linear. None for an embedding, and for other modules,
+            which keep their class and receive decoded values.
     """
 
     target: Target

@@ -200,14 +200,14 @@ def _yarn(config: Any, file: FileSettings, held: Mapping[str, Any], base: float,
     magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
     attention: float | None = None
     if (gain := file.number("rope.scaling.attn_factor")) is not None:
-        # For OLMo, the key has transformers' attention factor. For others, llama.cpp multiplies its value by YaRN's
-        # factor.
+        # In files of OLMo, the value is transformers' attention factor. In other files, llama.cpp multiplies the value
+        # by YaRN's factor.
         attention = gain if file.architecture == "olmo2" else gain * magnitude
     if (gain := file.number("rope.scaling.yarn_attn_factor")) is not None:
         attention = gain
     multiplier = file.number("rope.scaling.yarn_log_multiplier")
     if multiplier and file.architecture in LATENT:
-        # The converter writes a tenth of the setting. llama.cpp uses the value for both of transformers' settings.
+        # llama.cpp has one value for two settings of transformers. The file has a tenth of the value.
         settings |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * multiplier, 6))
     elif multiplier:
         attention = (attention or magnitude) / (0.1 * multiplier * math.log(factor) + 1.0 if factor > 1.0 else 1.0)

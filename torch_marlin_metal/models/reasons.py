@@ -1,4 +1,4 @@
-"""Determines why layers of a model are not changed when it is quantized or when packed layers are replaced."""
+"""Determines why quantizing a model, or replacing its packed layers, leaves some layers unchanged."""
 
 from collections import defaultdict
 

@@ -1,4 +1,4 @@
-"""Checks that all processes have the same package, checkpoint and weights. Errors name the first that differs."""
+"""Checks that all processes have the same package, checkpoint and weights. Errors name the first difference."""
 
 import hashlib
 from collections.abc import Mapping

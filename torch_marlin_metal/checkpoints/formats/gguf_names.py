@@ -130,7 +130,7 @@ def hf_name(name: str, architecture: str) -> str | None:
 
 
 def is_own_scale(name: str, architecture: str) -> bool:
-    """Returns True if `[...].scale` is a parameter of transformers' model, False if it is a scale of NVFP4."""
+    """Returns True if a tensor `<name>.scale` is a parameter of transformers' model, False if it scales NVFP4 codes."""
     block = BLOCK_NAME.fullmatch(name)
     return block is not None and block[2] in ARCHITECTURES[architecture].names
 
