@@ -6,7 +6,7 @@ from typing import Any
 from torch_marlin_metal.checkpoints.formats.gguf_keys import FileSettings
 from torch_marlin_metal.models.gguf_rope import LATENT
 
-# Values in llama.cpp's code for an architecture without a key for them.
+# Settings for which an architecture has no key -> their values in llama.cpp's code.
 FIXED: dict[str, dict[str, Any]] = {
     "bitnet": {"hidden_act": "silu"},
     "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},

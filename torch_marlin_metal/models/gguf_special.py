@@ -272,7 +272,10 @@ def _normalizes(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _sparsity(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    """Yields a difference in the fractions of zeros. llama.cpp stores their quantiles in the normal distribution."""
+    """Yields a difference in the fractions of activations that become 0.
+
+    The file stores the quantiles of the normal distribution for these fractions.
+    """
     shares = [round(NormalDist().cdf(each), 6) for each in (value if isinstance(value, list) else [value])]
     if len(shares) == 1:
         shares *= int(case.file.number("block_count") or 1)

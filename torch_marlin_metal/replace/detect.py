@@ -61,8 +61,7 @@ def why_unread(module: nn.Module) -> str:
 def is_packed_experts(module: nn.Module) -> bool:
     """Returns True if a module has a mixture's experts as packed integers, like transformers' Mxfp4GptOssExperts.
 
-    After transformers has read the values of the parameters, it may replace the parameters by objects that are not
-    tensors.
+    The parameters need not be tensors: after transformers has read their values, it may replace them by other objects.
     """
     stacks = [getattr(module, name, None) for name in WEIGHTS]
     if any(stack is None or isinstance(stack, nn.Module) for stack in stacks):

@@ -240,7 +240,7 @@ def read_tensor(info: TensorInfo, index: int | None = None, part: Slice | None =
     Args:
         info: the location of the tensor.
         index: read only `tensor[index]` along its first dimension.
-        part: read only this slice. The tensor, after `index`, has one or two dimensions.
+        part: read only this slice of the tensor, or of `tensor[index]`, which must have one or two dimensions.
 
     Raises:
         CheckpointError: the file became unreadable or shorter after its header was read, or memory for the tensor
