@@ -32,7 +32,7 @@ class FloatLayer:
     Attributes:
         name: the layer's name in the checkpoint.
         weight: the name of the tensor that holds the matrix.
-        K: the columns of the matrix. As a weight, the matrix is `[N, K]`.
+        K: the number of columns of the matrix `[N, K]`.
         nbytes: the bytes of the matrix.
         bias: the name of the tensor with the layer's bias, or "".
         index: the position of the matrix if the tensor is a stack of matrices, else None.

@@ -17,7 +17,7 @@ class Spot:
     Attributes:
         target: the module.
         shape: if a new layer replaces a Linear, the shape of the Linear. None for an embedding, and for other modules,
-            which keep their class and receive decoded values.
+            which receive decoded values.
     """
 
     target: Target
@@ -42,7 +42,7 @@ class Place:
         no_layer: True if the reason is that the model's class supports only floats there, for example in a router.
         bias_from: if the checkpoint has no separate bias for the layer, the tensor of another module that is the
             layer's bias, else "".
-        bias_to: tensors of other modules that are this layer's bias, because the checkpoint lacks them.
+        bias_to: tensors of other modules that the checkpoint lacks. They become this layer's bias.
     """
 
     index: int

@@ -94,7 +94,7 @@ class RowTensor(Tensor):
 def stand_ins(reader: CheckpointReader, inside: str = "") -> dict[str, Tensor]:
     """Returns the tensors of a checkpoint by name, with placeholders for the weights of packed layers.
 
-    All other tensors are read, and 8-bit floats are converted to bf16, which represents their values. Tensors whose
+    All other tensors are read, and 8-bit floats are converted to bf16 without loss. Tensors whose
     names do not start with `inside` are omitted.
     """
     sizes = [reader.sizes(index) for index in range(len(reader))]

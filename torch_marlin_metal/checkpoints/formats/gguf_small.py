@@ -118,7 +118,7 @@ def _odd(code: Tensor) -> Tensor:
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    """Returns the 16 scale codes of each block minus 32. Their low 4 bits are in 8 bytes, the high 2 bits in 4 bytes."""
+    """Returns the 16 scale codes of a block minus 32. Their low 4 bits are in 8 bytes, the high 2 bits in 4 bytes."""
     low, high = blocks[..., 96:104], blocks[..., 104:108]
     low = torch.cat((low & 15, low >> 4), dim=2).int()
     high = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=2).int()
