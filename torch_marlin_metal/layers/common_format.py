@@ -23,10 +23,9 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Common:
-    """The properties that weights in common tensors must share.
+    """What weights in common tensors must share: code bits, role of the zeros, group size, and dtype of the scales.
 
-    They are the code bits, the role of the zeros, the group size, and the dtype of the scales and of floating-point
-    zeros. For two-level scales, the dtype is that of the scale codes.
+    Floating-point zeros have the dtype of the scales. For two-level scales, it is the dtype of the scale codes.
     """
 
     bits: int

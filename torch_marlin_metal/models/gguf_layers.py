@@ -39,7 +39,7 @@ def model_type(architecture: str, kind: str, file: FileSettings) -> str:
     Args:
         architecture: the architecture of the file.
         kind: the model type of most files with the architecture.
-        file: the keys of the file.
+        file: the keys and tensors of the file, which distinguish the model types.
     """
     if architecture == "llama" and file.values.get("expert_count"):
         return "mixtral"

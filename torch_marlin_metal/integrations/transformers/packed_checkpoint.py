@@ -156,8 +156,9 @@ def check_devices(op: str, device_map: dict[str, Any]) -> None:
 def device_of(device_map: dict[str, Any] | None, name: str) -> torch.device:
     """Returns the device for a layer.
 
-    If a map contains both mps and cpu, accelerate also runs the CPU's modules on mps. For each call, it copies their
-    parameters to mps, but it keeps their buffers on mps. A packed weight is a buffer, so it is loaded to mps directly.
+    If a map contains both mps and cpu, accelerate also runs the CPU's modules on mps. It copies the parameters of these
+    modules to mps for each call, but their buffers are always on mps. A packed weight is a buffer, so it is loaded to
+    mps directly.
     """
     if device_map is None:
         return torch.device("cpu")
