@@ -205,6 +205,7 @@ double Estimate::total() const {
 
 double weight_bytes(const WeightProblem& weight) {
   double per_group = has_coded_scales(weight.format) ? 1 : element_bytes(weight.scales);
+  if (weight.block_scales) per_group /= double(kScaleBlock);
   if (zeros_role(weight.format) != ZerosRole::none) per_group += element_bytes(weight.zeros);
   const double groups = ceil_divide(weight.K, group_size(weight));
   const auto of_block = [&](bool has_levels) { return has_levels ? element_bytes(weight.super) : 0; };

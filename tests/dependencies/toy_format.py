@@ -70,8 +70,8 @@ def check_cpu(name: str, compiler: str) -> None:
 def check_metal(name: str) -> None:
     """Checks products and dequantize on the software Metal device.
 
-    The product of an offset that is no power of two with an fp32 scale may round. Codes that are all equal to the offset
-    show this, because their weights are 0.
+    If the offset is not a power of two, its product with an fp32 scale may be rounded. Codes equal to the offset show
+    such a rounding, because their weights must be 0.
     """
     half, single = torch.float16, torch.float32
     product = Problem(name, 3, 40, 136, 32, half)

@@ -59,7 +59,6 @@ def tiling_of(row: dict[str, str]) -> model.Tiling:
 
 @pytest.fixture
 def counts_of_the_cpp_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Replaces the table of counts by that of the C++ model."""
     monkeypatch.setattr(counts, "TABLE", Path(__file__).parent / "cpp_counts.csv")
     tables = (counts.rows, counts._find)
     for table in tables:
@@ -88,7 +87,7 @@ def test_every_row_of_the_cpp_model_is_predicted(counts_of_the_cpp_model: None) 
 
 
 def test_the_tilings_of_the_cpp_model_are_candidates() -> None:
-    """For less than 512 k, the C++ model split K of fused into fewer than four slices; now four is the minimum."""
+    """For K below 512, the C++ model cut K of fused into fewer than four slices. Now four is the minimum."""
     for row in ROWS:
         if row["variant"] == "fused" and int(row["K"]) < 512:
             continue

@@ -96,7 +96,7 @@ def test_the_transposed_product_decodes_parts_of_every_size(weight_format, devic
 
 @pytest.mark.parametrize("weight_format", ["uint5b16", "uint5_bias"])
 def test_parts_of_the_transposed_product_begin_at_words_of_upper_bits(weight_format, monkeypatch):
-    """A group of 16 is half of such a word."""
+    """A group of 16 is half of a word of upper bits, so a part must not begin at every group."""
     K, N = 104, 24
     weight = reference.make_weight(weight_format, K, N, 16)
     grad = random(3, N, dtype=torch.float32)

@@ -22,9 +22,10 @@ from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFo
 from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.joined_weights import joined
 from torch_marlin_metal.load.row_tensor import RowError, RowTensor, stand_ins
 from torch_marlin_metal.models.linear_layers import ModelMismatchError
-from torch_marlin_metal.packed_weight import PackedWeight, joined
+from torch_marlin_metal.packed_weight import PackedWeight
 
 COMFY_PREFIX = "model.diffusion_model."
 

@@ -239,6 +239,7 @@ class ExpertLayers:
 
     def _alternated(self, parts: Sequence[PackedWeight]) -> PackedWeight:
         """Makes one weight with alternating gate and up columns."""
+        parts = [part.expanded_scales() for part in parts]  # interleaved columns are not blocks
         if reason := difference(parts[:1], parts[1:]):
             raise StackError(reason)
         first, second = (part.tensors() for part in parts)

@@ -344,8 +344,10 @@ constexpr MatrixKernel matrix_kernel() {
     [&]<int... i>(std::integer_sequence<int, i...>) {
       ((steps[static_cast<size_t>(min_rows + i)] = &step<V, used, from_panel, min_rows + i, C>), ...);
     }(std::make_integer_sequence<int, max_rows - min_rows + 1>{});
-    if constexpr (codes == Codes::e4m3 && min_rows == 1 && requires { typename V::E4M3Pairs; })
+    if constexpr (codes == Codes::e4m3 && min_rows == 1 && requires { typename V::E4M3Pairs; }) {
       steps[1] = &e4m3_row<V, C>;
+      kernel.near_e4m3_row = true;
+    }
     kernel.unpack[static_cast<size_t>(codes)] = &unpack<V, decoder, C>;
   };
   fill.template operator()<Codes::integer>();

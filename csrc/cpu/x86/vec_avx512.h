@@ -88,6 +88,7 @@ struct Avx512 {
     _mm512_stream_si512(static_cast<I*>(to), _mm512_loadu_si512(from));
   }
 
+  struct NormalE4M3;
   struct E4M3Pairs;
   template <Codes>
   struct Decoder {
@@ -103,6 +104,33 @@ struct Avx512 {
 template <>
 struct Avx512::Decoder<Codes::byte> : IntegerCodes<Avx512, 8> {
   using IntegerCodes::IntegerCodes;
+};
+
+// Makes fp32 of E4M3 codes that are normal numbers, divided by `unit`. The product with 16, or the shift by 4, leaves
+// the magnitude of a code in bits 4 to 10 of a 16-bit half, and its sign in bit 15. In an upper half, these are the
+// fields of an fp32 whose exponent lacks 120. The mask clears the upper four bits of the exponent, which are then set
+// to 112.
+struct Avx512::NormalE4M3 {
+  static constexpr float unit = 256.F;
+  template <int j>
+  static F value(I word) {
+    constexpr int kAAndBOrC = 0xEA;
+    const I halves = j % 2 == 0 ? _mm512_maddubs_epi16(_mm512_set1_epi16(16), word) : _mm512_srai_epi16(word, 4);
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(j < 2 ? _mm512_slli_epi32(halves, 16) : halves,
+                                                         _mm512_set1_epi32(static_cast<int>(0x87F00000)),
+                                                         _mm512_set1_epi32(112 << 23), kAAndBOrC));
+  }
+  // Returns true if no code is zero, subnormal (a magnitude below 8) or NaN (0x7F). The code plus 1 and the code minus
+  // 8 differ in bit 7 only if one of them carried out of the magnitude.
+  template <size_t C>
+  static bool all(const I (&words)[C]) {
+    constexpr int kAOrBXorC = 0xF6;
+    I carries{};
+    for (const I word : words)
+      carries = _mm512_ternarylogic_epi32(carries, _mm512_add_epi8(word, _mm512_set1_epi8(1)),
+                                          _mm512_sub_epi8(word, _mm512_set1_epi8(8)), kAOrBXorC);
+    return _mm512_movepi8_mask(carries) == 0;
+  }
 };
 
 // Makes halves of fp16 from the odd or the even bytes of words, divided by `unit`. NaN codes become 480.

@@ -182,7 +182,7 @@ class Pass {
         const Range rows{x_.block(some_blocks.begin).begin, x_.block(some_blocks.end - 1).end};
         std::memset(y, 0, sizeof(float) * static_cast<size_t>(some_strips.size() * rows.size() * plan_.strip));
         int64_t loaded = -1;
-        WordsAhead ahead(w_, some_strips, chunks, chunk_k_, plan_.strip);
+        WordsAhead ahead(w_, some_strips, chunks, chunk_k_, plan_.strip, bytes_ahead());
         // The steps of a strip and of the next one. set_strip() writes only what differs: a copy of a Step is read in
         // larger parts than it was written in, for which a CPU waits.
         Step steps[2]{};
@@ -215,6 +215,11 @@ class Pass {
 
   int64_t columns_of(const Range& strips) const {
     return std::min(strips.end * plan_.strip, w_.N) - strips.begin * plan_.strip;
+  }
+
+  int64_t bytes_ahead() const {
+    const bool near = matrix_.near_e4m3_row && x_.rows == 1 && codes_of(w_.format) == Codes::e4m3;
+    return near ? kBytesAheadNear : kBytesAhead;
   }
 
   // Returns the number of rows of words that hold this many k.

@@ -37,7 +37,8 @@ from torch_marlin_metal.checkpoints.formats.gguf_pieces import Piece, dequantize
 from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.formats import weight_format
-from torch_marlin_metal.packed_weight import COLUMN_TENSORS, PackedWeight, PackedWeightError, same_kind
+from torch_marlin_metal.joined_weights import same_kind
+from torch_marlin_metal.packed_weight import COLUMN_TENSORS, PackedWeight, PackedWeightError
 
 
 def unknown_architecture(path: Path, architecture: str) -> str:
