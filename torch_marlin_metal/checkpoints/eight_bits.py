@@ -33,9 +33,9 @@ def read_bytes(
 ) -> PackedWeight:
     """Reads the weight `(q - zero_point) * scale`; the zero point is optional.
 
-    A scale applies to the tensor, a row, a group of a row, or a block of rows and columns. If N is a
-    multiple of 128, a block of 128 x 128 E4M3 elements keeps its single scale. The scale of any other block is repeated
-    for each row of the block.
+    A scale applies to the tensor, a row, a group of a row, or a block of rows and columns. If N is a multiple
+    of 128, a block of 128 x 128 E4M3 elements keeps its single scale. The scale of any other block is repeated for each
+    row of the block.
 
     Args:
         layer: a layer whose elements have 8 bits.
