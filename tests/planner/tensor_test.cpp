@@ -272,8 +272,7 @@ double seconds(const GemmProblem& problem, std::string_view variant, const GpuDe
   return estimate(choose(tilings, named), named, device).total();
 }
 
-// Compares the estimate with products that were counted by hand: 512 * 4096 * 4096 / 512, of 4.26 clocks each.
-// Decoding
+// Compares the estimate with products that were counted by hand: 512 * 4096 * 4096 / 512, of 4.26 clocks each. Decoding
 // partly overlaps with them.
 void check_estimate() {
   const GpuDevice m5 = whole("M5");
