@@ -33,17 +33,17 @@ def read_bytes(
 ) -> PackedWeight:
     """Reads the weight `(q - zero_point) * scale`; the zero point is optional.
 
-    A scale applies to the tensor, a row, a group of a row, or a block of rows and columns. A block of 128 x 128 E4M3
-    elements keeps its one scale if N is a multiple of 128. A scale of any other block is repeated for each of the
-    block's rows.
+    A scale applies to the tensor, a row, a group of a row, or a block of rows and columns. If N is a multiple
+    of 128, a block of 128 x 128 E4M3 elements keeps its single scale. The scale of any other block is repeated for each
+    row of the block.
 
     Args:
-        layer: the layer.
+        layer: a layer whose elements have 8 bits.
         source: see `PackedWeight.source`.
-        weight: the role of the weight.
-        scale: the role of the scales.
-        zero: the role of the zero points, which are optional.
-        scales: used in place of the scales in the file.
+        weight: the role of the elements' tensor.
+        scale: the role of the scales' tensor.
+        zero: the role of the zero points' tensor, which may be absent.
+        scales: scales to use in place of those in the file.
 
     Raises:
         UnsupportedFormat: the layer is of another kind, or the operators cannot represent it.
@@ -118,10 +118,13 @@ def _zero_points(layer: Layer, role: str, stored: Tensor, group_size: int, shape
 
 
 def _grouped(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> tuple[int, int, Tensor]:
-    """Returns the rows and the k that share a value, and the values, per tensor, row, group or block, as `[G, N]`."""
+    """Returns the number of rows and of k that share a value, and the values expanded to `[G, N]`.
+
+    `given` has one value per tensor, row, group or block.
+    """
     N, K = shape
     stored = given
-    if given.dim() == 4 and given.shape[1] == given.shape[3] == 1:  # ModelOpt stores scales of blocks so
+    if given.dim() == 4 and given.shape[1] == given.shape[3] == 1:  # ModelOpt's shape for scales of blocks
         given = given[:, 0, :, 0]
     if given.dim() < 2:
         if given.numel() not in (1, N):  # scales of blocks have two dimensions

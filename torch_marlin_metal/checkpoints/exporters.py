@@ -133,7 +133,7 @@ class GptqExporter:
         return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:
-        """Returns GPTQModel's keys. `dynamic` has an entry for each layer that differs from the most common kind."""
+        """Returns GPTQModel's keys. `dynamic` lists the layers without the most common bits and group size."""
         bits, group_size = common = Counter(self.layers.values()).most_common(1)[0][0]
         settings: dict[str, Any] = {"quant_method": "gptq", "bits": bits, "group_size": group_size}
         settings |= {"pack_dtype": "int32", "desc_act": self.act_order, "sym": self.symmetric, "lm_head": False}

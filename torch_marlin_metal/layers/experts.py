@@ -273,8 +273,8 @@ class MarlinExperts(nn.Module):
         down: the weights of down, or a stack of `layers/mixed_experts.py`.
         activation: a function from the product `[T, top_k, 2 * I]` of `gate_up` to `[T, top_k, I]`. If
             `gated_activation` has the same results on random input, that operator replaces the function. An activation
-            that is a module becomes a child of this module. An activation that is a module's method needs this other
-            module elsewhere in the model.
+            that is a module becomes a child of this module. If the activation is a method of another module, that
+            module must be elsewhere in the model.
         top_k: the number of experts per token, for which `prepare` compiles kernels. None means unknown.
 
     Examples:

@@ -157,7 +157,7 @@ class MarlinLinear(PackedLayer):
         """Quantizes a Linear layer on its device. The new layer shares the bias with `linear`.
 
         Args:
-            linear: the layer. Its weight must be float16, bfloat16 or float32, with K a multiple of 8.
+            linear: a layer with a weight in float16, bfloat16 or float32 and K a multiple of 8.
             weight_format: see `quantize_weight`.
             group_size: see `quantize_weight`.
             method: "rtn" or "mse".

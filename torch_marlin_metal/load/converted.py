@@ -1,7 +1,8 @@
 """Reads single files of diffusion models under diffusers' names. The files use their authors' or ComfyUI's names.
 
-diffusers has a function for each model class that converts the names of such files. It is called with the placeholders
-of `row_tensor.py`. `ConvertedReader` then reads the packed rows for each new name.
+For each model class, diffusers has a function that converts the tensors of such a file. Here, the function gets the
+placeholders of `row_tensor.py` instead of packed weights. `ConvertedReader` then reads the packed rows of each
+converted placeholder.
 """
 
 import os
@@ -30,7 +31,7 @@ COMFY_PREFIX = "model.diffusion_model."
 
 
 class ConvertedReader(CheckpointReader):
-    """Wraps a reader. Its layers have the names and the rows of placeholders that diffusers converted.
+    """Reads the layers of a file under diffusers' names, with the rows that diffusers' models have.
 
     Args:
         reader: the reader of the file.
@@ -66,7 +67,7 @@ class ConvertedReader(CheckpointReader):
         return N, K
 
     def kind(self, index: int) -> Hashable:
-        """Returns the layer's size and the kinds of the layers in the file that contain its rows."""
+        """Returns a key from the layer's size and from the keys of the file's layers that contain the layer's rows."""
         return self.sizes(index), tuple(self._reader.kind(own) for own, _ in self._runs(index))
 
     def convert(self, index: int) -> PackedWeight:

@@ -1,8 +1,8 @@
 """Placeholders for a file's packed weights, for functions of other libraries that rename, split and join tensors.
 
-Such functions convert a model's original files. They may split and reorder rows, for example if one library stores
-projections in one matrix and another in three. The placeholders record row numbers of the file, so the functions run
-unchanged and without weights in memory.
+A library converts the original files of a model with such functions. The functions may split and reorder rows, for
+example if the file stores projections in one matrix and the library in three. The placeholders record row numbers of
+the file, so the functions run unchanged and without weights in memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -94,7 +94,7 @@ class RowTensor(Tensor):
 def stand_ins(reader: CheckpointReader, inside: str = "") -> dict[str, Tensor]:
     """Returns the tensors of a checkpoint by name, with placeholders for the weights of packed layers.
 
-    All other tensors are read, and 8-bit floats are converted to bf16, which represents their values. Tensors whose
+    All other tensors are read, and 8-bit floats are converted to bf16 without loss. Tensors whose
     names do not start with `inside` are omitted.
     """
     sizes = [reader.sizes(index) for index in range(len(reader))]

@@ -107,7 +107,10 @@ def _float_bytes(spot: Spot, caller: Caller) -> int:
 def _float_experts(
     experts: ExpertsPlace, refused: dict[int, str], caller: Caller
 ) -> Iterator[tuple[int, str, LinearShape]]:
-    """Yields (index, kind, shape) for each layer in those stacks that contain a layer that cannot be packed."""
+    """Yields (index, kind, shape) for each layer of the stacks that are decoded to floats.
+
+    A stack is decoded if one of its layers cannot be packed.
+    """
     every = ([*gate_up, *down] for gate_up, down in map(experts.layers.names, range(experts.layers.count)))
     for names in zip(*every, strict=True):
         indexes = {name: experts.indexes[name] for name in names if name in experts.indexes}

@@ -38,7 +38,7 @@ def fitted(
         op: the caller's name for error messages.
         model: the model, which may be on the meta device.
         modules: the layers to quantize, by name.
-        recipe: the recipe without selected formats, with its vocabulary.
+        recipe: the recipe before the selection, with the names of the vocabulary's layers.
         memory: see `quantize_model`.
         samples: returns rows of a weight. Its arguments are the module's name, the module and the weight's name.
         ties: layers with a shared weight: name -> name of the module that owns the weight.
@@ -110,7 +110,7 @@ def _kinds(module: nn.Module) -> tuple[str, ...]:
 
 
 def rows_of(name: str, module: nn.Module, kind: str) -> Iterator[Tensor]:
-    """Yields samples of a module's rows, for experts from several of them."""
+    """Yields samples of a module's rows. For an experts module, they are from several experts."""
     if not is_experts(module):
         yield sample(matrix_of(module).detach())
         return
