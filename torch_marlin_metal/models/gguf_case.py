@@ -48,7 +48,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Case:
-    """The data of a comparison. `complete` is the argument of `gguf_settings.differences`, `head` the size of a head."""
+    """The data of a comparison. `complete` is the argument of `differences`, `head` the size of a head."""
 
     config: Any
     file: FileSettings
