@@ -39,7 +39,7 @@ class KernelCounts:
     Attributes:
         activations: dtype of the activations.
         kernel: the kernel's name.
-        weight_format: the counted format. Formats with the same codes and without a row use this row.
+        weight_format: the counted format. A format without a row uses the row of a format with the same codes.
         group_size: the counted group size. Other group sizes use the nearest row.
         levels: levels of the scales.
         M: rows of the tile.

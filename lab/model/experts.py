@@ -57,8 +57,8 @@ SORT_WAITS = 9
 SORT_PASS_ISSUE = 283
 SORT_HALF_REGISTERS = 111
 
-# Issue slots of a simdgroup of moe_gemv_reduce for each additional slice of its slot, and for each additional slot.
-# Counted in the same way.
+# Issue slots of a simdgroup of moe_gemv_reduce for each additional slice of its slot, and for each additional slot,
+# counted by lab/agx/agxstat.py --O1.
 SLICE_ISSUE = 13
 SLOT_ISSUE = 10
 

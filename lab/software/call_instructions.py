@@ -215,7 +215,7 @@ def main() -> None:
                 call()
             torch.mps.synchronize()
             call()
-            # The difference does not contain the cost of the loop's start and end.
+            # The difference does not contain the instructions at the start and at the end of the loop.
             once, twice = (stepped(library, call, n * options.calls) for n in (1, 2))
         torch.mps.synchronize()
         figures = [(twice[group] - once[group]) // options.calls for group in [*GROUPS, "others"]]

@@ -335,9 +335,7 @@ def test_truncated_at_every_length(tmp_path, type_name) -> None:
 
 
 def test_olmos_biases_stay_where_they_are() -> None:
-    """llama.cpp's converter of OLMo reorders the rows of q and k only in weights; its converter of Llama also in
-    biases.
-    """
+    """llama.cpp reorders the rows of q and k of OLMo only in the weights, those of Llama also in the biases."""
     heads = {"olmo.attention.head_count": 2, "llama.attention.head_count": 2}
     assert row_order("blk.0.attn_q.bias", "olmo", heads, 64) is None
     for name, architecture in (("weight", "olmo"), ("weight", "llama"), ("bias", "llama")):

@@ -41,8 +41,7 @@ inline double check_range(const Machine& machine, const Activations& activations
   return check_size(machine, t, activations.precision, "activations of size " + std::to_string(std::log10(size)));
 }
 
-// Tests table entries that bf16 can and cannot represent. The activations have two magnitudes, so that products of
-// bf16
+// Tests table entries that bf16 can and cannot represent. The activations have two magnitudes, so that products of bf16
 // parts are subnormal in some cases and normal in others. Only one activation in 32, or one in a row, is not 0, so that
 // no larger product can hide the error of a product that was flushed to 0.
 inline void test_small_codes(const Machine& machine) {

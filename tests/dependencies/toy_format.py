@@ -2,9 +2,9 @@
 
     python tests/dependencies/toy_format.py NAME COMPILER
 
-The Python files, the kernels and the tests' reference are those of the working directory. Only the software Metal
-device is this repository's. Python quantizes a weight; the kernels and the CPU's decoder compute with weights of the
-reference.
+The Python files, the kernels and the tests' reference come from the tree in the working directory, and only the
+software Metal device comes from this repository. Python quantizes a weight; the kernels and the CPU's decoder compute
+with weights of the reference.
 """
 
 import os

@@ -188,7 +188,7 @@ def test_a_format_with_the_same_codes_uses_the_counted_ones_row() -> None:
 
 
 def test_scales_of_two_levels_take_the_bits_of_their_codes() -> None:
-    """Q4_K and IQ4_XS: codes of scales in bytes, and an fp16 scale for 256 k."""
+    """In Q4_K and IQ4_XS, the code of a scale takes a byte, and 256 k share an fp16 scale."""
     for fmt, scales, bits in (("uint4_bias", "uint8", 4.625), ("lut4", "int8", 4.3125), ("uint4b8", None, 4.5)):
         problem = model.Problem(1, 4096, 14336, fmt, 32, scales=scales)
         assert problem.weight_bytes * 8 / (4096 * 14336) == bits, fmt

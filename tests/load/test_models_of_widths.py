@@ -141,7 +141,7 @@ def test_the_warning_comes_before_anything_is_loaded(load, tmp_path, monkeypatch
 
 
 def test_a_part_that_is_tiny_needs_no_warning(tmp_path) -> None:
-    """For example, a gate that its producer stored in another format."""
+    """An example of a tiny part is a gate that its producer stored in another format."""
     write(tmp_path, lambda weight: packed(weight, 4), scheme("mixed-precision", 4))
     file = tmp_path / "model.safetensors"
     state = load_file(file)

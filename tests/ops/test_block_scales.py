@@ -94,7 +94,7 @@ def test_decoding_gives_the_bits_of_expanded_scales(device):
 
 @pytest.mark.parametrize("part_bytes", [1, 72 * 4 * N, 200 * 4 * N, 1 << 26])
 def test_the_transposed_product_decodes_parts(part_bytes, device, monkeypatch):
-    """Parts end at groups, or inside of one."""
+    """A part ends at the border of a group, or inside a group."""
     weight, grad = made(), random(3, N)
     exact = reference.to_numpy(grad) @ weight.exact.T
     bound = 32 * 2.0**-24 * (np.abs(reference.to_numpy(grad)) @ weight.magnitude.T)
@@ -189,7 +189,7 @@ def test_parts_and_joined_weights_keep_blocks_that_are_whole():
 
 @pytest.mark.parametrize("sizes", [(256, 128, 128), (256, 200, 64)])
 def test_fused_projections_have_the_products_of_each(sizes):
-    """Columns that are not a multiple of 128 have a scale each, and so has the whole group then."""
+    """If one projection's columns are no multiple of 128, each column of the fused weight gets its own scale."""
     model = nn.Module()
     for seed, (name, size) in enumerate(zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True)):
         weight = made(K, size, seed=seed) if size % 128 == 0 else None
@@ -211,7 +211,7 @@ def test_fused_projections_have_the_products_of_each(sizes):
 
 @pytest.mark.parametrize("columns", [256, 192])
 def test_stacks_of_experts_hold_gate_and_up(columns):
-    """Parts of 192 columns have a scale for each column."""
+    """Parts of 192 columns have a scale for each column, because 192 is no multiple of 128."""
     wide = [packed(K, 384, seed) for seed in range(4)]
     parts = [[weight.columns(slice(0, columns)), weight.columns(slice(384 - columns, None))] for weight in wide]
     stack = tmm.layers.ExpertWeights.from_packed(parts)

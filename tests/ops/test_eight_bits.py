@@ -159,7 +159,7 @@ def test_products_of_e4m3_keep_their_bits_down_to_2_to_the_minus_118(M):
 @pytest.mark.parametrize("K", [8, 16, 40, 264])
 @pytest.mark.parametrize("code_bits", [5, 6])
 def test_planes_hold_every_code(code_bits, K):
-    """The package's planes have the layout of the page, and operators decode the codes that were packed."""
+    """The planes have the layout of docs/formats/formats.md, and operators decode the codes that were packed."""
     codes = np.random.default_rng(K).integers(0, 1 << code_bits, (K, 9), dtype=np.uint8)
     low, high = pack_planes(torch.from_numpy(codes), code_bits)
     assert torch.equal(low, reference.pack(codes & 15))
