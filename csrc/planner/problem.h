@@ -42,7 +42,7 @@ struct WeightProblem {
   bool global_scale_per_column = false;
   bool vector_aligned = false;  // true if loads of four elements are aligned at the start of the planes, scales and
                                 // zero points
-  Flag block_scales{};          // true if one scale is for kScaleBlock x kScaleBlock weights
+  Flag block_scales{};          // true if each scale is for a block of kScaleBlock x kScaleBlock weights
 };
 
 inline uint32_t group_size(const WeightProblem& weight) {

@@ -80,7 +80,7 @@ void check_super(const WeightChecker& check, WeightFormat format, const WeightAr
          describe(*weight.super_zeros));
 }
 
-// Returns true if the size of the scales is that of blocks. N columns have other sizes.
+// Returns true if the scales have one column for every kScaleBlock columns of the weight.
 bool has_block_scales(WeightFormat format, const WeightArguments& weight, const c10::SymInt& N) {
   return takes_block_scales(format) && weight.group_size == kScaleBlock && weight.scales.dim() > 0 &&
          weight.scales.sym_size(-1) * kScaleBlock == N;

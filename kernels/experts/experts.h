@@ -18,7 +18,7 @@ MARLIN_INLINE uint bytes_of(int type) {
   return element_bytes(ElementType(type));
 }
 
-// Returns the product with its tensors moved from expert 0 to expert `expert`.
+// Returns a copy of `product` with the tensors of expert `expert` in place of those of expert 0.
 template <WeightFormat format, typename T>
 MARLIN_INLINE Product<T> product_of_expert(thread Product<T>& product, uint expert, constant MoeParams& params) {
   const ulong N = params.product.N;

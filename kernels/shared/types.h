@@ -26,8 +26,8 @@ enum { kNibbles = 8 };
 // divides kSuperBlock, or it is K if K is smaller.
 enum { kSuperBlock = 256 };
 
-// Scales of blocks have one value for kScaleBlock x kScaleBlock weights. The group size is kScaleBlock, and N a
-// multiple of it, so the scale of column n in group g has the index (g * N + n) / kScaleBlock.
+// With scales of blocks, each scale is for a block of kScaleBlock x kScaleBlock weights. The group size is kScaleBlock
+// and N is a multiple of it, so the scale of column n in group g has the index (g * N + n) / kScaleBlock.
 enum { kScaleBlock = 128 };
 
 enum { kSimdWidth = 32 };
@@ -165,7 +165,7 @@ constexpr bool takes_global_scale(WeightFormat format) {
 constexpr bool has_coded_scales(WeightFormat format) {
   return scale_coding(format) != ScaleCoding::floating;
 }
-// Returns true if scales may be those of blocks of kScaleBlock x kScaleBlock weights.
+// Returns true if the format permits scales of blocks of kScaleBlock x kScaleBlock weights.
 constexpr bool takes_block_scales(WeightFormat format) {
   return code_kind(format) == CodeKind::e4m3 && !has_coded_scales(format);
 }

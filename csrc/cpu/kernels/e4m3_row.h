@@ -7,7 +7,8 @@
 
 namespace marlin::cpu {
 
-// Calls body() for k, k + 4, ... while it returns true and k < end, and advances the addresses by a row of words.
+// Calls body() for k, k + 4, ... up to `end`, until it returns false. After each call, advances the addresses by a row
+// of words. Returns the first k that is not done.
 template <class V, int C, class Body>
 [[gnu::always_inline]] inline int each_row(const Step& s, int k, int end, const uint32_t*& words,
                                            const uint32_t*& ahead, const float*& x, Body&& body) {
@@ -19,15 +20,16 @@ template <class V, int C, class Body>
   return k;
 }
 
-// With AVX-512, the codes of a segment are shifted and masked to fp32 where they lie, up to the first row of words that
-// has a zero, a subnormal code or a NaN in this strip. In normally distributed groups of 128 with the largest magnitude
-// as scale, one of 13,000 codes is such a code. AVX2 has no instruction that masks and sets bits at once, so there this
-// would save nothing.
+// With AVX-512, codes are converted to fp32 by a shift and a mask alone, without a permutation. This is correct only
+// for normal numbers. So in each segment, this conversion ends at the first row of words that has a zero, a subnormal
+// code or a NaN in this strip. In normally distributed groups of 128 with the largest magnitude as scale, one of 13,000
+// codes is such a code. AVX2 has no instruction that masks and sets bits at once, so there this would save nothing.
 //
 // All other codes are converted through fp16: those of k = 0 and 2 in the 16-bit halves of a word, then those of k = 1
-// and 3. A vector of fp32 values therefore has two k of half the columns, and each column two sums. The halves pass
-// through memory, because the conversion to fp32 from registers takes shuffles, of which Intel's cores execute one in a
-// cycle. NaNs are converted to 480. If the largest magnitude of a column is NaN, so is its sum.
+// and 3. A vector of fp32 values therefore holds the values of half the columns for two k, and each column has two
+// sums. The fp16 values pass through memory, because to convert them from registers takes shuffles, of which Intel's
+// cores execute only one per cycle. A NaN code is converted to 480. NaN is also the code with the largest magnitude, so
+// if that magnitude occurs in a column, the column's sum becomes NaN at the end.
 template <class V, int C>
 void e4m3_row(const Step& s) {
   using F = typename V::F;

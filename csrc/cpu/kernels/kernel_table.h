@@ -85,7 +85,7 @@ struct MatrixKernel {
   // scales of 1 and no zeros, and a whole chunk is one segment.
   bool rounded_panel;
   bool (*representable)(const float* scales, int64_t count);  // returns false if a code times its scale may be inexact
-  bool near_e4m3_row;                                         // the words ahead of one row of E4M3 must be near
+  bool near_e4m3_row;                                         // true if one row of E4M3 needs near words ahead
   int row_bytes;                                              // bytes of the packed activations of one row in one chunk
   bool (*pack)(const PackRow&);                               // returns false if the kernel cannot represent a value
   // If not nullptr, called before and after all steps of a task, to set and release per-thread state. `rows` is the
@@ -147,7 +147,7 @@ struct Bf16DotKernels {
 };
 
 // Kernels that split each activation into three bytes (small_m, large_m) or round it to one byte (int8_small_m, int8),
-// for integer and E2M1 codes of 4 bits. On x86 also for integers of 5, 6 and 8 bits.
+// for integer and E2M1 codes of 4 bits. On x86 the kernels also support integers of 5, 6 and 8 bits.
 struct ByteSplitKernels {
   MatrixKernel small_m;
   MatrixKernel large_m;  // empty for AVX2

@@ -205,8 +205,8 @@ void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, flo
     for (; i < count; ++i)
       out[i] = e4m3_to_float(source[i]);
   } else {
-    // Equals e8m0_to_float. The comparisons are of 32 bits, because GCC would otherwise compare bytes and widen the
-    // masks.
+    // Computes the same as e8m0_to_float. The comparisons use 32 bits, because GCC would otherwise compare bytes and
+    // widen the masks.
     const uint8_t* __restrict codes = source;
     float* __restrict to = out;
     for (; i < count; ++i) {
@@ -250,7 +250,8 @@ template <class V, ElementType type>
   }
 }
 
-// Decodes eight rows of the weight in the order of the format's formula (docs). Rounds each product and sum to fp32.
+// Decodes eight rows of the weight in the order of the format's formula (kernels/shared/types.h). Rounds each product
+// and sum to fp32.
 template <class V, Codes codes, ElementType type, ZerosRole role>
 [[gnu::always_inline]] inline void dequantize_as(const DequantizeBlock& d) {
   using F = typename V::F;

@@ -106,10 +106,10 @@ struct Avx512::Decoder<Codes::byte> : IntegerCodes<Avx512, 8> {
   using IntegerCodes::IntegerCodes;
 };
 
-// Makes fp32 of E4M3 codes that are normal numbers, divided by `unit`. The product with 16, or the shift by 4, leaves
-// the magnitude of a code in bits 4 to 10 of a 16-bit half, and its sign in bit 15. In an upper half, these are the
-// fields of an fp32 whose exponent lacks 120. The mask clears the upper four bits of the exponent, which are then set
-// to 112.
+// Converts E4M3 codes that are normal numbers to fp32. The results are the codes' values divided by `unit`. The product
+// with 16, or the shift by 4, leaves the magnitude of a code in bits 4 to 10 of a 16-bit half, and its sign in bit 15.
+// In an upper half, these are the fields of an fp32 whose exponent lacks 120. The mask clears the upper four bits of
+// the exponent, which are then set to 112.
 struct Avx512::NormalE4M3 {
   static constexpr float unit = 256.F;
   template <int j>
@@ -120,8 +120,8 @@ struct Avx512::NormalE4M3 {
                                                          _mm512_set1_epi32(static_cast<int>(0x87F00000)),
                                                          _mm512_set1_epi32(112 << 23), kAAndBOrC));
   }
-  // Returns true if no code is zero, subnormal (a magnitude below 8) or NaN (0x7F). The code plus 1 and the code minus
-  // 8 differ in bit 7 only if one of them carried out of the magnitude.
+  // Returns true if no code is zero, subnormal (a magnitude below 8) or NaN (0x7F). code + 1 and code - 8 differ in bit
+  // 7 only if the addition or the subtraction carried out of the magnitude.
   template <size_t C>
   static bool all(const I (&words)[C]) {
     constexpr int kAOrBXorC = 0xF6;
@@ -133,7 +133,8 @@ struct Avx512::NormalE4M3 {
   }
 };
 
-// Makes halves of fp16 from the odd or the even bytes of words, divided by `unit`. NaN codes become 480.
+// Converts the E4M3 codes in the odd or the even bytes of words to fp16. The results are the codes' values divided by
+// `unit`. NaN codes become 480.
 struct Avx512::E4M3Pairs {
   static constexpr float unit = 256.F;
   static I odd(I word) {
@@ -159,7 +160,7 @@ struct Avx512::E4M3Pairs {
   }
 };
 
-// As for AVX2, with 64 codes.
+// Converts 64 codes as Avx2::Decoder<Codes::e4m3> does.
 template <>
 struct Avx512::Decoder<Codes::e4m3> {
   static constexpr float unit = E4M3Pairs::unit;
@@ -174,7 +175,8 @@ struct Avx512::Decoder<Codes::e4m3> {
   F decode(I words) const {
     const __m128i first_bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const I fours = _mm512_shuffle_epi8(words, _mm512_broadcast_i32x4(first_bytes));
-    // Each 128 bits get eight columns of two k: those of k = 0 and 1 in the lower half, of k = 2 and 3 in the upper.
+    // Every 128 bits then hold eight columns at two k: k = 0 and 1 in the lower half of the vector, k = 2 and 3 in the
+    // upper half.
     const I codes =
         _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 8, 12, 9, 13, 2, 6, 3, 7, 10, 14, 11, 15), fours);
     const I zero = _mm512_setzero_si512();

@@ -158,7 +158,7 @@ class Pass {
   void run_task(Range blocks, Range strips, Range chunks, float* partial) {
     static thread_local Scratch y_scratch, scale_scratch, panel_scratch;
     const int64_t block_strips = plan_.block_columns / plan_.strip;
-    // The row blocks are divided into equal groups, because each group decodes all words again.
+    // Each group of row blocks decodes all words again. So there are as few groups as possible, of nearly equal size.
     const int64_t groups_of_blocks = ceil_divide(ceil_divide(x_.rows, row_tasks()), plan_.block_rows);
     const int64_t block_step = ceil_divide(blocks.size(), groups_of_blocks);
     const int64_t columns = block_strips * plan_.strip;
@@ -183,8 +183,9 @@ class Pass {
         std::memset(y, 0, sizeof(float) * static_cast<size_t>(some_strips.size() * rows.size() * plan_.strip));
         int64_t loaded = -1;
         WordsAhead ahead(w_, some_strips, chunks, chunk_k_, plan_.strip, bytes_ahead());
-        // The steps of a strip and of the next one. set_strip() writes only what differs: a copy of a Step is read in
-        // larger parts than it was written in, for which a CPU waits.
+        // The steps of a strip and of the next one. set_strip() writes only the fields that differ, because a copy of a
+        // whole Step would be slow: it would read the new fields in larger parts than they were written in, and a CPU
+        // waits for such reads.
         Step steps[2]{};
         for (Step& step : steps) {
           step.values = values_;

@@ -28,7 +28,7 @@ struct PackedWeight {
   const float* global_scale;    // nullptr, or fp32 at [n * global_scale_stride]
   int64_t global_scale_stride;  // 0 for one value, 1 for a value per column
   const float* lut;             // fp32 [16] or nullptr
-  bool block_scales = false;    // a scale for kScaleBlock x kScaleBlock weights
+  bool block_scales = false;    // true if each scale is for a block of kScaleBlock x kScaleBlock weights
 };
 
 struct DequantizeArguments {

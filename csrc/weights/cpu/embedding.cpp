@@ -44,7 +44,7 @@ void store(void* out, ElementType type, int64_t index, float value) {
   }
 }
 
-// Decodes column n in the order of the format's formula (docs). Rounds each product and sum to fp32.
+// Decodes column n in the order of the format's formula (kernels/shared/types.h). Rounds each product and sum to fp32.
 void decode_column(const EmbeddingArguments& arguments, const float* values, int64_t n, int64_t row) {
   const PackedWeight& weight = arguments.weight;
   const uint32_t per_word = codes_per_word(weight.format), bits = 32 / per_word;

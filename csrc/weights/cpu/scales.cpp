@@ -25,7 +25,7 @@ void load_floating(const KernelSet& kernels, const PackedWeight& weight, const v
   }
 }
 
-// Loads a group's scales of blocks, of which each stands for kScaleBlock columns.
+// Loads the scales of a group if each scale belongs to a block of kScaleBlock columns.
 void load_of_blocks(const PackedWeight& weight, int64_t group, int64_t begin, int64_t count, float* out) {
   const int64_t first = group * weight.N + begin, last = first + count;
   for (int64_t i = first, end = first; i < last; i = end) {
