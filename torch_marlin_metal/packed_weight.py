@@ -49,9 +49,9 @@ class PackedWeight:
         b_packed: int32, contiguous, `[K/8, N]` for 4-bit codes and `[K/4, N]` for 8-bit codes. Word (r, n) contains
             consecutive k of column n, the lowest k in the lowest bits: k = 8r..8r+7, or 4r..4r+3. K is a multiple of 8.
             For codes of 5 and 6 bits, it contains the lower four bits.
-        scales: `[G, N]` with G = ceil(K / group_size), in fp16, bf16 or fp32, or uint8 codes for nvfp4 (E4M3) and for
-            mxfp4 and mxfp8 (E8M0). With `super_scales`, uint8 or int8 codes. `float8_e4m3` with groups of 128
-            and N a multiple of 128 also takes `[G, N/128]`, one scale for each block of 128 x 128 weights.
+        scales: `[G, N]` with G = ceil(K / group_size), in fp16, bf16 or fp32. For nvfp4 (E4M3), mxfp4 and mxfp8 (E8M0),
+            uint8 codes. With `super_scales`, uint8 or int8 codes. For float8_e4m3 with groups of 128 and N a multiple
+            of 128, `[G, N/128]` is valid too: one scale for each block of 128 x 128 weights.
         weight_format: a name in `formats.WEIGHT_FORMATS`. An alias in `formats.ALIASES`, for example "u4b8" or "fp8",
             is replaced by that name.
         group_size: a number in `formats.GROUP_SIZES`, or K. -1 is replaced by K.
@@ -59,7 +59,7 @@ class PackedWeight:
             uint4_bias and uint8_bias. With `super_zeros`, uint8 codes of biases.
         super_scales: `[ceil(K / 256), N]` in fp16, bf16 or fp32, for formats with floating-point scales. The scale of a
             group is then the fp32 product of its code and the value for its 256 k. `group_size` is at most 256.
-        super_zeros: the same for biases, in the dtype of `super_scales`.
+        super_zeros: like `super_scales`, but for biases. The dtype is that of `super_scales`.
         global_scale: fp32 `[]`, `[1]` or `[N]` for nvfp4, a factor for all scales.
         lut: the table of values, fp32 `[16]`, for lut4. The alias "nf4" supplies it.
         perm: int32 `[K]`. Row j of the packed weight is row perm[j] of the original weight (GPTQ act-order).

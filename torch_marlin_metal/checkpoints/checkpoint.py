@@ -84,7 +84,8 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
             f"{path}: no quantization settings: neither config.json with {' or '.join(CONFIG_KEYS)} nor one of "
             f"{', '.join(CONFIG_FILES)}"
         )
-    # An older version of this package wrote quantization settings for models without a packed layer.
+    # An older version of this package wrote quantization settings even if no layer was packed. Such a checkpoint counts
+    # as one of floats.
     no_layers = settings is not None and names_no_layer(settings)
     if not quantized and settings is not None and not no_layers:
         raise CheckpointError(f"{settings.file}: expected a checkpoint of floats, got one with quantization settings")

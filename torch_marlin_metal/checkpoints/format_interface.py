@@ -62,10 +62,15 @@ class DirectoryFormat(Format):
         scaled: ending -> role, for scales next to a `weight`. A `weight` with such scales is a packed layer unless it
             is floating point or has an anchor.
         unscaled: dtypes of a `weight` that is a layer even without scales, because its elements are the values.
-        axes: role -> the unit of each dimension of the tensor, used to read a part of a layer. Units are "N", "K",
-            "N/8" and "K/8" (words of 8 codes, or of 4 codes of 8 bits), "G" (groups), "S" (blocks of scales with two
-            levels), "H" (words of `b_high`), and "order" (one position or group per row of K). Empty if a layer can
-            only be read in full.
+        axes: what is needed to read a part of a layer: role -> the unit of each dimension of the tensor. Empty if a
+            layer can only be read in full. The units are:
+
+            - "N" and "K": columns and rows of the weight.
+            - "N/8" and "K/8": words of 8 codes, or of 4 codes of 8 bits.
+            - "G": groups.
+            - "S": blocks of scales with two levels.
+            - "H": words of `b_high`.
+            - "order": one position or group per row of K.
         hf_name: maps a name in the checkpoint to transformers' name, for a format whose producer renames tensors. The
             name may be that of a tensor, of a layer, or of a layer of a stack with its index.
         hf_values: maps the values of a tensor outside the layers to transformers' values.

@@ -72,7 +72,7 @@ class Journal:
                 self.exporter[name] = _tuples(value)
 
     def _growth(self, exporter: Any) -> dict[str, Any]:
-        """Returns the exporter's fields. A dict only gains entries, so only its new entries are returned."""
+        """Returns the exporter's fields. Of a dict, returns only the new entries, because a dict loses no entries."""
         found: dict[str, Any] = {}
         for name in (each.name for each in fields(exporter)):
             value = getattr(exporter, name)
@@ -85,7 +85,10 @@ class Journal:
         return found
 
     def finish(self, destination: Path, sync: bool) -> None:
-        """Renames the directory to the destination and releases the lock. If `sync`, waits for the disk in between."""
+        """Renames the directory to the destination and releases the lock.
+
+        If `sync` is True, waits before the release until the new name is on the disk.
+        """
         try:
             self.work.rename(destination)
             if sync:  # first, because after a power failure open_journal refuses a directory without a journal

@@ -333,7 +333,7 @@ def _write_rest(source: _Source, exporter: Exporter, journal: Journal) -> None:
     work = journal.work
     total = sum((work / shard).stat().st_size for shard in journal.shards)
     _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": journal.places})
-    (work / README).unlink(missing_ok=True)  # an interrupted run may have left a part, and write_card would keep it
+    (work / README).unlink(missing_ok=True)  # write_card would keep a part that an interrupted run left
     for file in source.copied:
         _copy(file, work / file.name)
     if isinstance(exporter, NativeExporter) and exporter.has_layers:

@@ -1,4 +1,4 @@
-"""Measures the rates that the planner's model assumes: memory, matrix products, instructions. Uses small kernels."""
+"""Measures, with small kernels, the rates that the planner's model assumes: memory, matrix products, instructions."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ class Loader:
         raise ModelMismatchError(f"{self._caller.op}: {where}{way}")
 
     def _reinitialize(self, place: Place) -> Iterator[LayerReport]:
-        """Does not load a layer of the checkpoint. The model's class initializes its own module."""
+        """Skips a layer of the checkpoint, and lets the model's class initialize the module instead."""
         target, tensors = place.spot.target, self._tensors
         module, old = target.module, tensors.get(f"{target.name}.weight")
         self._put(target, module)

@@ -25,7 +25,7 @@ ALONG_ROWS = (
 
 
 class RowError(ValueError):
-    """A function applied an operation to a packed weight that does not only select rows."""
+    """A function applied to a packed weight an operation that does more than select rows."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RowTable:
     """The rows of all packed layers in a checkpoint, numbered consecutively.
 
     Attributes:
-        reader: the checkpoint.
+        reader: reads the layers to which the rows belong.
         starts: the number of the first row of each layer, followed by the total number of rows.
     """
 

@@ -58,7 +58,7 @@ class FloatShare:
         return f"{stored / total:.0%} of the bytes of its matrices ({stored / MB:.3g} MB): {self._kinds(total)}"
 
     def _sizes(self) -> tuple[int, int]:
-        """Returns the stored bytes of these layers and the stored bytes of all layers."""
+        """Returns the bytes in the file of the layers that are decoded to floats, and of all layers."""
         reader = self._reader
         return sum(self._stored.values()), max(1, sum(map(reader.stored_bytes, range(len(reader)))))
 

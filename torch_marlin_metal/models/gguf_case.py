@@ -48,7 +48,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Case:
-    """The data of a comparison: config, file, use of llama.cpp's defaults, and head size."""
+    """The data of a comparison. `complete` is the argument of `differences`, `head` the size of a head."""
 
     config: Any
     file: FileSettings

@@ -168,7 +168,7 @@ class _Text:
 def _estimates(
     text: _Text, errors: list[float], unit: Unit, recipe: Recipe, candidates: tuple[LayerFormat, ...]
 ) -> list[float]:
-    """Returns, for each candidate format, the divergence if only this unit has the format.
+    """Returns, for each candidate format, the divergence if only the layers of `unit` have this format.
 
     Only the smallest candidate is measured. The divergence is quadratic in the weight errors, so the results for the
     other candidates are scaled by the ratio of squared errors.

@@ -165,7 +165,7 @@ def _other_zeros(qzeros: Tensor, bits: int, N: int, planar: bool) -> Tensor:
 def _check_version(layer: Layer, raw: Tensor, version: int, middle: int) -> None:
     """Refuses a symmetric file whose zero points show that the stated version is wrong.
 
-    For 4 bits, for example, they are 7 in version 1 and 8 in version 2.
+    The stored zero points of symmetric 4-bit codes, for example, are 7 in version 1 and 8 in version 2.
     """
     other = 3 - version
     if constant(raw, middle - (other == 1)):

@@ -45,7 +45,7 @@ def fit(
 ) -> int:
     """Reports if a model fits into a Mac.
 
-    A model of floats has a row for each weight format, a packed model has one row. The bytes are those of the weights
+    The table has a row for each weight format, or one row if the model is packed. The bytes are those of the weights
     after loading. The exit code is 1 if nothing fits.
     """
     limit = gpu_memory(memory)
