@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# The imported packages create a million objects that live as long as the process. With garbage collection, each pass
-# would scan all of them, which took a tenth of the tests' time.
+# Turns garbage collection off until the tests are collected. The imported packages create a million objects that live
+# as long as the process. Each pass of the collector scanned all of them, which took a tenth of the tests' time.
 gc.disable()
 
 HERE = Path(__file__).parent
@@ -41,7 +41,8 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     gc.freeze()
-    # After a freeze, Python's own threshold of 700 makes the collector take a twentieth of the time of the tests.
+    # Even after the freeze, the collector would take a twentieth of the tests' time with Python's default threshold of
+    # 700.
     gc.set_threshold(20_000, 5, 5)
     gc.enable()
 

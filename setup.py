@@ -131,14 +131,14 @@ class BuildMarlin(BuildExtension):
 
 
 os.environ.update(mac_environment(sys.platform, os.environ))
-# PyTorch starts `ninja` by its name, and compiles one file at a time if it is not on the path. Under make, the virtual
-# environment is not activated, so its scripts are not on the path yet.
+# Adds the virtual environment's scripts to the path, because make does not activate the environment. PyTorch looks for
+# `ninja` on the path, and without it compiles one file at a time.
 os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
 
 # `make build` sets WITHOUT_EXTENSION to install only the Python files. It compiles the extension separately.
 compiles = not os.environ.get("WITHOUT_EXTENSION")
-# A wheel contains an extension for one torch. A source distribution has no torch. A cross-build passes its torch in
-# TORCH_MARLIN_METAL_BUILT_FOR.
+# The version of the torch for which the extension is built, or None for a package without an extension, such as a
+# source distribution. A cross-build passes this version in TORCH_MARLIN_METAL_BUILT_FOR.
 built_for = torch.__version__ if compiles and torch is not None and "sdist" not in sys.argv else None
 built_for = os.environ.get("TORCH_MARLIN_METAL_BUILT_FOR", built_for)
 version = runpy.run_path(str(ROOT / "torch_marlin_metal" / "version.py"))["__version__"]

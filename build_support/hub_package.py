@@ -26,7 +26,8 @@ HUB_NAME = "torch-marlin-metal"
 PACKAGE = "torch_marlin_metal"
 FLAGS = ("-std=c++20", "-O3", "-fvisibility=hidden", "-Wno-unknown-pragmas")
 
-# Expands the macro before TORCH_LIBRARY and strings use it. TORCH_LIBRARY itself would use the macro's name.
+# These macros expand TORCH_EXTENSION_NAME before TORCH_LIBRARY or a string uses it. Otherwise TORCH_LIBRARY would use
+# the name of the macro itself as the namespace.
 NAMESPACE_HEADER = """// The namespace of this build's operators, which the builder names.
 #pragma once
 

@@ -8,9 +8,9 @@ MINIMUM_MACOS = "14.0"
 def mac_environment(platform: str, given: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that a build on macOS must add to its environment, except those that are already set.
 
-    setuptools compiles extensions with the interpreter's own flags. python.org's Python is a universal2 build for
-    macOS 10.9 and 10.13. Its flags include x86-64, for which PyTorch has no libraries. Without ninja, setuptools also
-    passes that Python's deployment target to the compiler, and for macOS 10.9 the compiler rejects aligned `new`.
+    setuptools compiles extensions with the interpreter's own flags. python.org's Python is a universal2 build for macOS
+    10.9 or 10.13 and newer. Its flags include x86-64, for which PyTorch has no libraries. Without ninja, setuptools
+    also tells the compiler to build for that old macOS, and for 10.9 the compiler rejects aligned `new`.
 
     Args:
         platform: a value of `sys.platform`.

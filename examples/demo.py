@@ -150,9 +150,9 @@ def dense_weights(model: nn.Module) -> int:
 def check_gptq(folder: Path, device: str) -> tuple[PackedWeight, dict[str, str | bool]]:
     """Reads one layer of a checkpoint, repacks it, and multiplies with it.
 
-    The reference is the weight that the producer decodes. The checkpoint stores this weight rounded to fp16, so the
-    bound on a layer's output has a term for this rounding in addition to the operators' bound (docs/use/operators.md):
-    2^-11 sum |a w| + 2^-24 |y| + 16 * 2^-24 (sum |a w| + |bias|).
+    Compares the output with the weight that the checkpoint's producer decoded. The folder contains this weight, rounded
+    to fp16. So the bound on the output's error has a term for this rounding in addition to the operators' bound
+    (docs/use/operators.md): 2^-11 sum |a w| + 2^-24 |y| + 16 * 2^-24 (sum |a w| + |bias|).
     """
     # The reader warns about stored zero points of 15 in version 1 files. The comparison below checks them.
     with warnings.catch_warnings():

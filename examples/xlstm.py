@@ -92,7 +92,7 @@ def train(model: nn.Module, text: Tensor, seconds: float, device: str, console: 
 
 @torch.no_grad()
 def check_steps(model: nn.Module, letters: Tensor) -> float:
-    """Returns the largest difference between logits from chunks and from single steps, over the largest logit."""
+    """Returns the largest difference between logits from chunks and single steps, relative to the largest logit."""
     by_chunks, _ = model(letters)
     states, by_steps = None, []
     for t in range(letters.shape[1]):

@@ -29,14 +29,12 @@ MOST_RATIO = 1.10
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of the planner, and the model's times for it.
+    """The planner's choice for a product, compared with the model's best choice.
 
     Attributes:
-        gpu: the GPU.
-        problem: the product.
         chosen: the planner's tiling.
-        best: the model's tiling with the least time.
-        ratio: the model's time of the planner's tiling, divided by the time of the best tiling.
+        best: the tiling with the shortest predicted time.
+        ratio: the predicted time of `chosen`, divided by the predicted time of `best`.
     """
 
     gpu: AppleSiliconGPU
@@ -113,7 +111,7 @@ def random_mixtures(rng: random.Random) -> Iterator[tuple[AppleSiliconGPU, Exper
 
 
 def planned(name: str, M: int, dispatches: list[dict[str, Any]]) -> Tiling:
-    """Returns the tiling of a plan that "auto" can choose."""
+    """Returns the tiling of a plan, from the plan's name (for example "fused:32x64x64") and its dispatches."""
     variant, _, text = name.partition(":")
     if variant == "two_pass":
         return Tiling(variant, "dequantize", (0, 0, 0))

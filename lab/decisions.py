@@ -1,7 +1,7 @@
 """Makes the planner's table of decisions from the model.
 
 python -m lab.decisions --write    makes csrc/planner/decision_rows.h
-python -m lab.decisions --check    compares the file with the model, and exits with 1 if it no longer follows
+python -m lab.decisions --check    compares the file with the model, and exits with 1 if they differ
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch_marlin_metal.formats import WEIGHT_FORMATS, WeightFormat
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 FILE = Path(__file__).resolve().parents[1] / "csrc/planner/decision_rows.h"
-# Names of the arithmetic -> dtype of the activations, and a GPU that computes with them in this way.
+# For each kind of arithmetic, the dtype of the activations and a GPU that computes with this dtype in this way.
 ARITHMETIC = {
     "half": ("float16", "M4"),
     "emulated_bfloat": ("bfloat16", "M1"),
@@ -43,8 +43,8 @@ ARITHMETIC = {
 MOST_UNITS = {"gemv": 8, "fused": 4, "tensor": 2}
 # A format, and its levels of scales.
 Form = tuple[WeightFormat, int]
-# The kernel of each variant. Its variants for experts, with the rows of one unit, in the order of expert_tiles in
-# csrc/planner/variants.cpp.
+# KERNELS has the kernel of each variant. EXPERTS_FORMS has its kernels for experts, each with the rows of one unit, in
+# the order of expert_tiles in csrc/planner/variants.cpp.
 KERNELS = {"gemv": "gemv", "fused": "gemm_fused", "tensor": "gemm_tensor"}
 EXPERTS_FORMS = {
     "gemv": (("moe_gemv", 1), ("moe_gemv_reduce", 1), ("moe_gemv_blocks", 4)),
@@ -208,10 +208,10 @@ def decisions() -> Iterator[Decision]:
 
 
 def _registers(kernel: str, arithmetic: str, form: Form) -> str:
-    """Returns in C++ the registers of a format by units of rows, and those of its variants for experts.
+    """Returns two C++ lists: a kernel's registers for each number of units, and those of its kernels for experts.
 
-    If a kernel for experts has not been counted, its registers are assumed to be those of the product's kernel with the
-    same body. The counted kernels for experts need up to 48 more.
+    A kernel for experts that has not been counted is assumed to have the registers of the product's kernel with the
+    same body. Counted kernels for experts have up to 48 registers more.
     """
 
     def registers(name: str, units: int) -> str:

@@ -36,7 +36,7 @@ def bits(kind: str, K: int) -> float:
 
 
 def size(model: nn.Module, kind: str, packed: tuple[str, ...] = ("",)) -> float:
-    """Returns the GB of a model whose matrices below the names `packed` have the format `kind`, all others 16 bits."""
+    """Returns a model's GB if matrices below the names `packed` have the format `kind` and all others have 16 bits."""
     total = 0.0
     for name, tensor in model.named_parameters():
         matrix = name.startswith(packed) and tensor.dim() == 2 and "embed" not in name and "shared" not in name

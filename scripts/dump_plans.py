@@ -22,7 +22,7 @@ FLOATS = ("float16", "bfloat16", "float32")
 
 
 def described(dispatches: list[dict[str, object]]) -> str:
-    """Returns the launches as text. A launch of PyTorch is only a name."""
+    """Returns the launches as text. A launch of PyTorch's own kernel appears only by name."""
     return " then ".join(str(dispatch["text"]) for dispatch in dispatches)
 
 

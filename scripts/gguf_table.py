@@ -43,8 +43,8 @@ READ = (
     *("starcoder", "minicpm3", "apertus", "bitnet", "chatglm", "jais2", "glm-dsa"),
     *("bert", "nomic-bert", "modern-bert", "eurobert", "t5encoder"),
 )
-# The model type in transformers, if its name differs. For text input, the text models of Qwen 2 VL and Qwen 3 VL
-# compute the same as Qwen 2 and Qwen 3.
+# The model type in transformers of each architecture whose name differs. The text models of Qwen 2 VL and Qwen 3 VL
+# have the types of Qwen 2 and Qwen 3, because for text input they compute the same.
 MODEL_TYPES = {"phi2": "phi", "command-r": "cohere", "hunyuan-dense": "hunyuan_v1_dense", "deepseek2": "deepseek_v3"}
 MODEL_TYPES |= {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe", "granitehybrid": "granitemoehybrid"}
 MODEL_TYPES |= {"mistral3": "ministral3", "hunyuan-moe": "hunyuan_v1_moe"}
@@ -84,7 +84,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # Prefixes of transformers' names that gguf's table has in another form.
 BEGINNINGS = {"nemotron_h": ("model.", "backbone."), "bloom": ("transformer.", "")}
 BEGINNINGS |= {"nomic-bert": ("layers.", "model.layers.")}
-# gguf's names for endings of transformers' names that gguf's table lacks.
+# Endings of transformers' names that gguf's table lacks, each with its name in GGUF files.
 SILENT = {
     "self_attn.sinks": "attn_sinks.weight",
     "linear_attn.dt_bias": "ssm_dt.bias",
@@ -172,7 +172,7 @@ def pairs(architecture: str) -> tuple[str, dict[str, str]]:
         if name is None:
             name = _of_gguf(names, architecture, module) or _of_gguf(names, architecture, whole[1] if whole else "")
             if name is None and (name := names.get_name(tensor)):
-                module, ending = tensor, None  # its name in files has no ending
+                module, ending = tensor, None  # the tensor's name in files has no ending
             if name is None:
                 raise SystemExit(f"{architecture}: gguf has no name for {tensor}; add one to SILENT")
             bare = ending is None and not module.endswith(".weight")

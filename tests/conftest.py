@@ -31,10 +31,10 @@ def folder_and_device(request) -> tuple[Path, str]:
 
 @pytest.fixture
 def new_objects() -> Callable[[], list[Any]]:
-    """Returns a function that returns the objects created since the test began that Python's collector tracks.
+    """Returns a function that lists the objects created since the test began, as far as Python's collector tracks them.
 
-    The more than a million objects of imported packages are excluded, because a look at each takes 0.2 s. Until this
-    worker ends, Python does not collect objects that existed when the test began.
+    Older objects are left out: imported packages have more than a million, and a look at all of these takes 0.2 s. The
+    side effect is that Python does not collect the older objects until this worker ends.
     """
     gc.collect()
     gc.freeze()

@@ -61,6 +61,11 @@ class WeightFormat:
         return self.scale_coding == "e4m3"
 
     @property
+    def takes_block_scales(self) -> bool:
+        """Returns whether one scale may stand for a block of 128 x 128 weights."""
+        return self.code_kind == "e4m3" and not self.has_coded_scales
+
+    @property
     def has_coded_scales(self) -> bool:
         """Returns True if the scales are uint8 codes."""
         return self.scale_coding != "floating"

@@ -1,6 +1,6 @@
 """`PackedWeight`: a weight with codes of 4 to 8 bits in the operators' layout."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ PIECE = 32768  # up to this number of elements, PyTorch computes in one thread
 E4M3_NAN = (0x7F, 0xFF)
 # The number of k that share a value of `super_scales` and `super_zeros`.
 SUPER_BLOCK = 256
+# The rows and columns of a block of weights that share a scale.
+SCALE_BLOCK = 128
 # The operators' arguments that are tensors of a weight. A layer's buffers have the same names.
 WEIGHT_TENSORS = ("b_packed", "scales", "zeros", "super_scales", "super_zeros", "global_scale", "lut", "perm", "b_high")
 # The tensors of a weight and its bias whose last dimension is N. `global_scale` may also be a single value.
@@ -47,8 +49,9 @@ class PackedWeight:
         b_packed: int32, contiguous, `[K/8, N]` for 4-bit codes and `[K/4, N]` for 8-bit codes. Word (r, n) contains
             consecutive k of column n, the lowest k in the lowest bits: k = 8r..8r+7, or 4r..4r+3. K is a multiple of 8.
             For codes of 5 and 6 bits, it contains the lower four bits.
-        scales: `[G, N]` with G = ceil(K / group_size), in fp16, bf16 or fp32, or uint8 codes for nvfp4 (E4M3) and for
-            mxfp4 and mxfp8 (E8M0). With `super_scales`, uint8 or int8 codes.
+        scales: `[G, N]` with G = ceil(K / group_size), in fp16, bf16 or fp32. For nvfp4 (E4M3), mxfp4 and mxfp8 (E8M0),
+            uint8 codes. With `super_scales`, uint8 or int8 codes. For float8_e4m3 with groups of 128 and N a multiple
+            of 128, `[G, N/128]` is valid too: one scale for each block of 128 x 128 weights.
         weight_format: a name in `formats.WEIGHT_FORMATS`. An alias in `formats.ALIASES`, for example "u4b8" or "fp8",
             is replaced by that name.
         group_size: a number in `formats.GROUP_SIZES`, or K. -1 is replaced by K.
@@ -56,7 +59,7 @@ class PackedWeight:
             uint4_bias and uint8_bias. With `super_zeros`, uint8 codes of biases.
         super_scales: `[ceil(K / 256), N]` in fp16, bf16 or fp32, for formats with floating-point scales. The scale of a
             group is then the fp32 product of its code and the value for its 256 k. `group_size` is at most 256.
-        super_zeros: the same for biases, in the dtype of `super_scales`.
+        super_zeros: like `super_scales`, but for biases. The dtype is that of `super_scales`.
         global_scale: fp32 `[]`, `[1]` or `[N]` for nvfp4, a factor for all scales.
         lut: the table of values, fp32 `[16]`, for lut4. The alias "nf4" supplies it.
         perm: int32 `[K]`. Row j of the packed weight is row perm[j] of the original weight (GPTQ act-order).
@@ -108,6 +111,11 @@ class PackedWeight:
         """Returns the number of columns of the unpacked weight, its output features."""
         return self.b_packed.shape[-1]
 
+    @property
+    def has_block_scales(self) -> bool:
+        """Returns True if each block of 128 x 128 weights has one scale."""
+        return self.scales.shape[-1:].numel() * SCALE_BLOCK == self.N
+
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `torch.ops.torch_marlin_metal.*` for this weight without its bias, by name."""
         (b_packed, scales), named = operator_arguments(vars(self), self.weight_format, self.group_size)
@@ -150,14 +158,29 @@ class PackedWeight:
 
     def columns(self, which: slice | Tensor) -> "PackedWeight":
         """Returns a weight with the given columns, in the given order, as contiguous copies."""
-        cut: dict[str, Any] = {
-            name: tensor.detach()[..., which]
-            for name, tensor in self.tensors().items()
-            if name in COLUMN_TENSORS and (name != "global_scale" or tensor.numel() > 1)
-        }
+        cut = self.cut(which)
         if isinstance(which, slice):  # a view would keep the complete tensor in memory
             cut = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in cut.items()}
         return replace(self, **{name: tensor.contiguous() for name, tensor in cut.items()})
+
+    def cut(self, which: slice | Tensor) -> dict[str, Any]:
+        """Returns the tensors of `COLUMN_TENSORS` with the given columns only. Tensors cut by a slice are views.
+
+        If the columns are whole blocks, scales of blocks stay scales of blocks. Otherwise each column gets a scale.
+        """
+        blocks = _blocks_of(which, self.N) if self.has_block_scales else which
+        whole = self.expanded_scales() if blocks is None else self
+        return {
+            name: tensor.detach()[..., blocks if name == "scales" and blocks is not None else which]
+            for name, tensor in whole.tensors().items()
+            if name in COLUMN_TENSORS and (name != "global_scale" or tensor.numel() > 1)
+        }
+
+    def expanded_scales(self) -> "PackedWeight":
+        """Returns an equal weight with a scale for each column, or itself if it has no scales of blocks."""
+        if not self.has_block_scales:
+            return self
+        return replace(self, scales=self.scales.repeat_interleave(SCALE_BLOCK, -1))
 
     def one_level(self) -> "PackedWeight":
         """Returns an equal weight with one-level fp32 scales and biases, or itself if it has no `super_scales`."""
@@ -216,7 +239,9 @@ class PackedWeight:
             _require("super_scales", self.super_scales, FLOAT_DTYPES, (-(-K // SUPER_BLOCK), N))
             _check_size("super_scales", self.super_scales)
         else:
-            _require("scales", self.scales, (torch.uint8,) if coded else FLOAT_DTYPES, grouped)
+            of_blocks = self.has_block_scales and fmt.takes_block_scales and self.group_size == SCALE_BLOCK
+            sizes = (grouped[0], N // SCALE_BLOCK) if of_blocks else grouped
+            _require("scales", self.scales, (torch.uint8,) if coded else FLOAT_DTYPES, sizes)
             _check_scales(self.scales, fmt.scale_coding)
         if self.super_zeros is not None:
             if fmt.zeros_role != "bias":
@@ -269,36 +294,18 @@ class PackedWeight:
         return self
 
 
-def same_kind(one: PackedWeight, other: PackedWeight) -> bool:
-    """Returns True if two weights differ only in N and in the values of codes and scales."""
-    kinds = [
-        (weight.weight_format, weight.K, weight.group_size, {name: held.dtype for name, held in tensors.items()})
-        for weight in (one, other)
-        if (tensors := replace(weight, bias=None).tensors())
-    ]
-    tables = ((getattr(one, name), getattr(other, name)) for name in ("lut", "perm"))
-    return kinds[0] == kinds[1] and all(mine is None or torch.equal(mine, theirs) for mine, theirs in tables)
-
-
-def joined(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """Concatenates weights along N, without their biases.
-
-    Raises:
-        ValueError: the weights have different formats, sizes K or dtypes.
-    """
-    first = parts[0]
-    if other := next((part for part in parts if not same_kind(first, part)), None):
-        kinds = " and ".join(f"{part.source} {part!r}" for part in (first, other))
-        raise ValueError(f"expected weights of one kind, got {kinds}")
-    columns: dict[str, Any] = {"bias": None}
-    for name in COLUMN_TENSORS:
-        held = [getattr(part, name) for part in parts]
-        if name == "bias" or held[0] is None:
-            continue
-        if name == "global_scale":
-            held = [scale.expand(part.N) for scale, part in zip(held, parts, strict=True)]
-        columns[name] = torch.cat([tensor.detach() for tensor in held], dim=-1)
-    return replace(first, **columns)
+def _blocks_of(columns: slice | Tensor, N: int) -> slice | Tensor | None:
+    """Returns the numbers of the blocks that make up these columns, or None if they are not whole blocks."""
+    if isinstance(columns, slice):
+        start, stop, step = columns.indices(N)
+        aligned = step == 1 and start % SCALE_BLOCK == stop % SCALE_BLOCK == 0
+        return slice(start // SCALE_BLOCK, stop // SCALE_BLOCK) if aligned else None
+    if columns.numel() % SCALE_BLOCK:
+        return None
+    rows = columns.reshape(-1, SCALE_BLOCK)
+    blocks = rows[:, 0] // SCALE_BLOCK
+    in_order = blocks[:, None] * SCALE_BLOCK + torch.arange(SCALE_BLOCK, device=columns.device)
+    return blocks if torch.equal(rows, in_order) else None
 
 
 def operator_arguments(
@@ -370,7 +377,7 @@ def _range(values: Tensor) -> tuple[float, float]:
     if values.device.type != "cpu" or values.numel() <= PIECE:
         low, high = values.aminmax()
         return low.item(), high.item()
-    # Pieces of this size run in one thread. While files are read in threads, a team of threads waits for milliseconds.
+    # Pieces of this size run in one thread. Several threads would wait milliseconds for those that read files.
     pieces = [piece.aminmax() for piece in torch.split(values.flatten(), PIECE)]
     low, high = torch.stack([piece.min for piece in pieces]).min(), torch.stack([piece.max for piece in pieces]).max()
     return low.item(), high.item()

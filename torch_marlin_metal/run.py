@@ -18,7 +18,7 @@ WRONG_USE = 2
 
 
 def main() -> None:
-    """Runs a Python program with its arguments, both from the command line."""
+    """Runs the Python program that the command line names, with the arguments that follow its name."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__, end="")
         sys.exit(WRONG_USE if len(sys.argv) < 2 else 0)

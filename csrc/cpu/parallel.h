@@ -19,7 +19,7 @@ inline void torch_parallel_for(int64_t count, int64_t grain, const Body& body) {
   }
   const at::TensorBase bytes = at::detail::empty_cpu({count}, at::kByte);
   const char* first = static_cast<const char*>(bytes.const_data_ptr());
-  // A two-dimensional loop, because PyTorch would wrap a one-dimensional loop, and GCC warns about the wrapper.
+  // The loop is two-dimensional, because PyTorch would wrap a one-dimensional loop, and GCC warns about the wrapper.
   auto loop = [&](char** data, const int64_t* strides, int64_t size, int64_t rows) {
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t begin = data[0] - first + row * strides[1];

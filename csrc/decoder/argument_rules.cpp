@@ -13,7 +13,8 @@ namespace {
 
 constexpr std::array<std::string_view, 5> kActivations{"silu", "gelu", "gelu_tanh", "clamped_silu", "limited_silu"};
 
-// Requires the dtype and shape of `like`, which has already been checked, and the device of the call.
+// Fails unless the tensor is on the call's device and has the dtype and shape of `like`, an argument that has already
+// been checked. `other` is the name of `like`.
 void check_like(const Checker& check, std::string_view argument, const Tensor& tensor, std::string_view other,
                 const Tensor& like) {
   if (tensor.scalar_type() != like.scalar_type() || tensor.sym_sizes() != like.sym_sizes()) {

@@ -8,7 +8,6 @@ namespace marlin {
 
 namespace {
 
-// Returns the time of a kernel that moves `elements` between memory and the GPU.
 double seconds_of(double elements, ElementType element, const GpuDevice& device) {
   return traffic_seconds(elements * element_bytes(element), device);
 }

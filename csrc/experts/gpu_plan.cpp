@@ -17,9 +17,8 @@ uint64_t extent_of_rows(const MoeProblem& problem) {
          problem.product.weight.K;
 }
 
-// Returns true if the plan may use the variant. A tuner's table holds times of gemm. For moe_gemm the table only
-// decides between the variants that run on all GPUs and those that only some GPUs support (tensor): the plan uses a
-// variant of the same kind as the tuned one.
+// Returns true if the plan may use the variant. A tuner measures gemm, not moe_gemm. So the tuned variant only decides
+// whether moe_gemm uses variants that run on all GPUs or those that only some GPUs support (tensor).
 bool is_wanted(GemmVariant variant, const MoeProblem& problem, const GpuDevice& device) {
   const GemmProblem& product = problem.product;
   if (!product.variant.is_open()) return product.variant == NamedVariant(variant);

@@ -83,7 +83,8 @@ Tensor dequantize_rows(const WeightArguments& weight, WeightFormat format, int64
     part.scales = expand(weight.scales, part.super_scales);
     if (part.super_zeros) part.zeros = expand(*weight.zeros, part.super_zeros);
   }
-  if (inside_group) part.group_size = rows;
+  // Scales of blocks require the group size kScaleBlock, even if the part has fewer rows.
+  if (inside_group && weight.group_size != kScaleBlock) part.group_size = rows;
   part.perm = std::nullopt;
   return dequantize_op().call(part.arguments(), dtype);
 }

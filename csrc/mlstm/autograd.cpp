@@ -135,7 +135,7 @@ FourTensors mlstm_autograd(const Tensor& q, const Tensor& k, const Tensor& v, co
   return mlstm_op().call(q, k, v, i, f, C0, n0, m0, chunk_size, eps);
 }
 
-// Calls mlstm with one token if a gradient is needed, because mlstm has a derivative.
+// If a gradient is needed, computes the token with mlstm, which has a derivative.
 FourTensors step_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                           const Tensor& C, const Tensor& n, const Tensor& m, double eps) {
   const std::initializer_list<Argument> arguments{{"q", &q}, {"k", &k}, {"v", &v}, {"i", &i},

@@ -18,11 +18,11 @@ namespace {
 // from M1 to M2 Max have 6.7 to 9.9.
 constexpr double kProductsPerClock = 101.7;
 constexpr double kBytesPerClock = 8.0;
-// The limit for the workspace of states between mlstm_states and mlstm_output. A workspace of one state per head may
-// exceed this limit.
+// The limit for the workspace of states between mlstm_states and mlstm_output. If even one state per head exceeds it,
+// the workspace holds one state per head.
 constexpr uint64_t kStateWorkspaceBytes = uint64_t{128} << 20;
-constexpr uint32_t kGateChunksPerGroup = 4;  // chunks per threadgroup of mlstm_gates, if the chunks are independent
-constexpr uint32_t kMinStepRows = 8;         // the least number of rows of C per simdgroup of mlstm_step
+constexpr uint32_t kGateChunksPerGroup = 4;  // chunks per threadgroup of mlstm_gates, if no chunk needs an earlier one
+constexpr uint32_t kMinStepRows = 8;         // a simdgroup of mlstm_step has at least this many rows of C
 
 // Throws std::invalid_argument with the text `rule` if the condition is false. Operators check their arguments before
 // they plan, so the only failures here are sizes beyond 32-bit offsets.
@@ -44,7 +44,7 @@ struct Clocks {
 // Estimates the clocks. Larger chunks move fewer states through memory, but they compare each query with more keys.
 Clocks clocks(double DK, double DV, double column_groups, double chunk_size) {
   constexpr double kBlockTokens = kMlstmBlock;
-  // The number of rows computed per query. A chunk shorter than a block is padded to a block, so this number exceeds 1.
+  // The computed rows per query: 1, or more for a chunk that is shorter than a block, because it is padded to a block.
   const double rows = std::max(1.0, kBlockTokens / chunk_size);
   const double keys = (std::max(chunk_size, kBlockTokens) + kBlockTokens) / 2;
   const double states = DK * DV / kProductsPerClock;

@@ -45,8 +45,8 @@ id<MTLBuffer> absent_tensor() {
   return buffer;
 }
 
-// Sets every slot that the kernel declares, because the encoder still has the bindings of earlier kernels and of
-// PyTorch.
+// Binds a buffer to every slot that the kernel declares. Otherwise a slot would keep the buffer of an earlier kernel of
+// this package or of PyTorch.
 void bind(id<MTLComputeCommandEncoder> encoder, const Dispatch& dispatch, const Bindings& bindings) {
   for (uint32_t rest = info(dispatch.instance.kernel).slots & ~MARLIN_SLOT(kSlotParams); rest != 0; rest &= rest - 1) {
     const int slot = std::countr_zero(rest);

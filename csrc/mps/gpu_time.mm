@@ -12,8 +12,9 @@
 namespace marlin::mps {
 namespace {
 
-// The command buffers that were current at the start and at the end of the measurement. Their completed handlers set
-// and retain the pointers. Without the reference, the last buffer could get the address of the first.
+// The first and the last command buffer of the measurement; their completed handlers store them. Both are retained: if
+// the first one were freed, the last one could get its address, and the comparison in end_gpu_time would take them for
+// a single buffer.
 struct Measurement {
   id<MTLCommandBuffer> first = nil;
   id<MTLCommandBuffer> last = nil;

@@ -37,8 +37,8 @@ struct NoTensorKernel : std::runtime_error {
 // raises a std::runtime_error; the next call tries again.
 CompiledPlan compile(Plan plan);
 
-// Returns this machine's GPU as the planner describes it, without tensor units and without the result of the probe for
-// half_subnormals. Raises an error if an environment variable of the planner or of the commit policy is invalid.
+// Returns this machine's GPU. Its fields system, tensor_units and half_subnormals are not set: csrc/gemm/find_plan.mm
+// sets them. Raises an error if an environment variable of the planner or of the commit policy is invalid.
 const GpuDevice& gpu();
 
 // Returns the compiled plan of a problem from a cache. Use it if the plan depends on the problem and the GPU alone, as

@@ -31,8 +31,8 @@ struct Cache {
   CompileOnce<std::pair<KernelInstance, FunctionConstants>, Pipeline> pipelines;
 };
 
-// Asks Metal to run as many compilations at a time as it can. By default Metal runs few, so threads would wait for each
-// other.
+// Returns the cache. The first call asks Metal to run as many compilations at a time as it can, because by default
+// Metal runs few, and threads would wait for each other.
 Cache& cache() {
   static auto* instance = [] {
     id<MTLDevice> gpu = device();

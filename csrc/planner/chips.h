@@ -13,7 +13,7 @@ struct Figure {
   std::string_view source;
 };
 
-// A source of figures. A call makes a Figure with this source, for example apple(400).
+// A source of figures. For example, apple(400) is a Figure with the value 400 and the source `apple`.
 struct Source {
   std::string_view citation;
   constexpr Figure operator()(double value) const { return {value, citation}; }
@@ -49,8 +49,8 @@ inline constexpr Source assumed{"assumed: taken over from the nearest GPU that h
 //                                  at least 16, because M1 to M4 compute its 512 multiply-adds on the 32 lanes' pipes
 //   tensor_clocks_fp16             clocks of the tensor units for 512 multiply-adds of fp16 or bfloat; 0 if the family
 //                                  has no tensor units
-//   matrix_overlap                 a core overlaps issue time and matrix time; the fraction of the shorter time that
-//                                  the overlap hides
+//   matrix_overlap                 a core issues instructions while its matrix unit computes: the fraction of the
+//                                  shorter of the two times that this overlap hides
 #define MARLIN_FAMILY_FIGURES(X) \
   X(schedulers)                  \
   X(fp32_flop_per_clock)         \
@@ -75,9 +75,9 @@ struct GpuFamily {
   MARLIN_FAMILY_FIGURES(MARLIN_FIGURE_FIELD)
 };
 
-// By measurements, Apple8 has the core of Apple7 at another clock. From Apple9 on, registers, threadgroup memory and L1
-// share one memory, which the GPU divides at run time. Its size is not published, so the rows have Apple7's sizes.
-// Apple10 is the first family with tensor units.
+// Measurements show that Apple8 has the core of Apple7 at another clock. From Apple9 on, registers, threadgroup memory
+// and L1 share one memory, which the GPU divides at run time. The size of this memory is not published, so the rows of
+// these families have Apple7's sizes. Apple10 is the first family with tensor units.
 inline constexpr auto kGpuFamilies = [] {
   using namespace sources;
   return std::array<GpuFamily, 4>{{
@@ -101,8 +101,8 @@ inline constexpr auto kGpuFamilies = [] {
 //   dram_gbs                 peak bandwidth of the version with all cores, in 10^9 bytes per second
 //   dram_gbs_fewest_cores    peak bandwidth of all versions with fewer cores, in 10^9 bytes per second
 //   dram_fraction            the fraction of the peak bandwidth that reads reach
-//   small_read_share         the fraction of that read rate that weights of less than 50 MB reach; below 1 on chips
-//                            that consist of two dies
+//   small_read_share         weights of less than 50 MB are read at this fraction of the rate of large weights; below
+//                            1 on chips that consist of two dies
 #define MARLIN_CHIP_FIGURES(X) \
   X(clock_ghz)                 \
   X(dram_gbs)                  \

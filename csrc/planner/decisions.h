@@ -16,9 +16,10 @@ namespace marlin {
 // to half.
 enum class Arithmetic : uint8_t { half, emulated_bfloat, single, bfloat_operands };
 
-// The costs of a row block for one simdgroup of a kernel, in clocks of its scheduler, without the matrix products. In
-// gemv, a unit is one row; in fused, a unit is eight rows. In tensor, a simdgroup always computes 32 rows, a unit is
-// one product of 16 k, and unit_end is the cost of the sums of activations for weights with biases.
+// The clocks of its scheduler that a simdgroup of a kernel needs for a row block, without the matrix products. They
+// grow with the number of units in the block. In gemv, a unit is one row; in fused, a unit is eight rows. In tensor, a
+// simdgroup always computes 32 rows, a unit is one product of 16 k, and unit_end is the cost of the sums of activations
+// that weights with biases need.
 struct Decision {
   Arithmetic arithmetic;
   CodeKind codes;

@@ -31,7 +31,8 @@ constexpr double kDenseLaunch = 20e-6;
 constexpr double kDenseFraction = 0.88;
 // The seconds per pair of moe_sort: one threadgroup reads all pairs twice.
 constexpr double kSortSeconds = 4e-9;
-// A sum of rounded probabilities may exceed a whole number by up to this fraction.
+// A number of blocks that should be whole may exceed a whole number by up to this fraction, because it is a sum of
+// rounded probabilities.
 constexpr double kRounding = 1e-9;
 // If experts have more rows than this on average, the distribution of rows no longer matters.
 constexpr uint32_t kManyRows = 64;
@@ -74,8 +75,8 @@ double reduction_seconds(double partial, double written, double weight_bytes, co
   return kDispatchSeconds + memory_seconds(read + written, weight_bytes, device);
 }
 
-// A plan for a tensor-unit kernel may ask about an older chip without tensor units. Returns the newest family's rate
-// then.
+// Returns the clocks of the family's tensor units. If the family has none, returns the newest family's clocks, because
+// a caller may request the plan of a tensor-unit kernel for any chip.
 const Figure& tensor_clocks(const GpuFamily& family) {
   return family.tensor_clocks_fp16.value > 0 ? family.tensor_clocks_fp16 : kGpuFamilies.back().tensor_clocks_fp16;
 }
@@ -205,6 +206,7 @@ double Estimate::total() const {
 
 double weight_bytes(const WeightProblem& weight) {
   double per_group = has_coded_scales(weight.format) ? 1 : element_bytes(weight.scales);
+  if (weight.block_scales) per_group /= double(kScaleBlock);
   if (zeros_role(weight.format) != ZerosRole::none) per_group += element_bytes(weight.zeros);
   const double groups = ceil_divide(weight.K, group_size(weight));
   const auto of_block = [&](bool has_levels) { return has_levels ? element_bytes(weight.super) : 0; };
@@ -289,14 +291,15 @@ Routing expected_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint
   // With many rows, the last block of an expert has each possible number of rows with equal probability.
   if (mean > kManyRows) return {double(experts), experts * (mean / block_rows + 0.5 - 0.5 / block_rows)};
   Routing routing;
-  double probability = std::exp(tokens * std::log1p(-chosen));  // that an expert has `rows` rows, by the binomial
-                                                                // distribution
+  double probability = std::exp(tokens * std::log1p(-chosen));  // binomial: the probability that an expert has `rows`
+                                                                // rows
   for (uint32_t rows = 0; rows <= tokens && rows < 4 * kManyRows; ++rows) {
     if (rows > 0) routing.experts += experts * probability;
     routing.blocks += experts * probability * ceil_divide(rows, block_rows);
     probability *= (tokens - rows) / (rows + 1.0) * chosen / (1 - chosen);
   }
-  // The first probability underflows if nearly all of very many experts are chosen.
+  // If nearly all of very many experts are chosen, the first probability underflows, and so both sums are 0. Then each
+  // expert has nearly all tokens.
   return routing.blocks > 0 ? routing : Routing{double(experts), double(experts) * ceil_divide(tokens, block_rows)};
 }
 

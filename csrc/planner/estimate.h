@@ -26,8 +26,8 @@ Estimate estimate(const Tiling& tiling, const GemmProblem& problem, const GpuDev
 // The dispatches are moe_sort (if the tiling needs it), the product, and moe_reduce (if the problem needs it).
 Estimate estimate(const Tiling& tiling, const MoeProblem& problem, const GpuDevice& device);
 
-// The expected number of experts that have rows, and of their row blocks together, if each token chooses its experts at
-// random.
+// The expected numbers if each token chooses its experts at random: `experts` that have rows, and `blocks`, the sum of
+// their row blocks.
 struct Routing {
   double experts = 0;
   double blocks = 0;

@@ -84,6 +84,7 @@ FunctionConstants weight_constants(const WeightProblem& weight) {
   constants[kConstantScalesType] = static_cast<int32_t>(weight.scales);
   constants[kConstantZerosType] = static_cast<int32_t>(weight.zeros);
   constants[kConstantSuperType] = static_cast<int32_t>(weight.super);
+  constants[kConstantBlockScales] = weight.block_scales;
   constants[kConstantVectorColumns] = weight.vector_aligned && weight.N % 4 == 0;
   return constants;
 }

@@ -42,6 +42,7 @@ struct WeightProblem {
   bool global_scale_per_column = false;
   bool vector_aligned = false;  // true if loads of four elements are aligned at the start of the planes, scales and
                                 // zero points
+  Flag block_scales{};          // true if each scale is for a block of kScaleBlock x kScaleBlock weights
 };
 
 inline uint32_t group_size(const WeightProblem& weight) {
@@ -51,7 +52,6 @@ inline uint32_t group_size(const WeightProblem& weight) {
 struct GemmProblem {
   WeightProblem weight{};
   uint32_t M = 0;
-  uint32_t unused = 0;
   int64_t a_row_stride = 0;  // elements
   ElementType activations = ElementType::float16;
   ElementType bias = ElementType::float16;

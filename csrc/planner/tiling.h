@@ -20,12 +20,13 @@ struct Extent {
 // A tile of a variant, with the division of K and of the rows for one problem.
 struct Tiling : GemmTile {
   uint32_t simdgroups = 0;  // per threadgroup
-  // the length of K that a simdgroup (gemv, fused) or a threadgroup (staged, tensor) sums; in striped, of a unit of
-  // work
+  // the length of K that one simdgroup (gemv, fused), one threadgroup (staged, tensor) or one unit of work (striped)
+  // sums
   uint32_t k_per_slice = 0;
   uint32_t splits = 1;  // the number of threadgroups that share a tile's K; each writes partial sums if there are
                         // several
-  // in fused, the rows of a smaller last block for the last M % tile.M rows; 0 if the last block is padded instead
+  // in fused, the number of rows in a smaller block that computes the last M % tile.M rows; 0 if the last block is
+  // padded instead
   uint32_t rest_rows = 0;
   uint32_t stripes = 0;              // in striped, the number of threadgroups
   bool stripes_share_tiles = false;  // in striped, true if stripes share the K of a tile and write partial sums

@@ -45,8 +45,8 @@ std::string tensor_units_refusal(const GemmProblem& problem, const GpuDevice& de
          " weights (tensor units multiply float16 and bfloat16 activations by weights without a lut)";
 }
 
-// A simdgroup of tensor always computes 32 rows. By the model of lab/, gemv and fused are as fast for at most eight
-// rows.
+// A simdgroup of tensor always computes 32 rows. So by the model of lab/, tensor is not faster than gemv and fused for
+// up to eight rows.
 bool has_rows_for_tensor(const GemmProblem& problem, const GpuDevice& /*device*/) {
   return problem.M > kBlock;
 }

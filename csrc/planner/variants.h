@@ -16,8 +16,8 @@ struct VariantRules {
   std::span<const GemmTile> tiles;
   std::span<const GemmTile> expert_tiles{};  // the tiles of moe_gemm; empty if the variant has none
 
-  // The shortest slice of K, because shorter slices cost more to add up than the split gains; and the fewest slices, if
-  // K is long enough for them.
+  // No slice of K is shorter than min_slice, because shorter slices cost more to add up than the split gains. K is
+  // divided into at least fewest_slices slices if it is long enough.
   uint32_t min_slice = 256;
   uint32_t fewest_slices = 1;
   bool slices_hold_groups = true;  // true if a slice contains whole groups, or a group whole slices, where the step
@@ -31,7 +31,7 @@ struct VariantRules {
   // of the error message. Null if the variant supports all operands on all devices.
   std::string (*refusal)(const GemmProblem& problem, const GpuDevice& device) = nullptr;
 
-  uint32_t row_multiple = 0;  // if not 0, tiles with more rows than M, rounded up to a multiple of this, are not used
+  uint32_t row_multiple = 0;  // if not 0, a tile has at most as many rows as M rounded up to a multiple of this
   uint32_t most_automatic_rows = UINT32_MAX;  // "auto" does not use the variant for more rows
   bool has_rest_blocks = false;               // true if a second launch may compute the last rows in a smaller block
   bool has_stripes = false;
@@ -41,8 +41,8 @@ struct VariantRules {
   uint32_t simdgroup_columns = 0;   // columns of a simdgroup in kernels without staged tiles
   // The rows in one unit of decision_rows.h; 0 if decision_rows.h has no rows for the variant.
   uint32_t row_unit = 0;
-  // Returns true if "auto" or "rounded" may choose the variant without a measurement. If null, they may choose it if
-  // decision_rows.h has rows for it.
+  // Returns true if "auto" or "rounded" may choose the variant without a measurement. If this function is null, they
+  // may choose the variant if decision_rows.h has rows for it.
   bool (*is_automatic)(const GemmProblem& problem, const GpuDevice& device) = nullptr;
   std::string_view reason{};  // why the planner chooses the variant; empty if decision_rows.h has a reason
 };

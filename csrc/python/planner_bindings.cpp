@@ -151,7 +151,8 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
 }
 
 // Returns the tiling's name, the dispatches of a moe_gemm, and whether its kernel also computes a gated activation.
-// Tokens and scales have the type of the activations, but scales have one byte in formats with one-byte scales.
+// In formats with one-byte scales, a scale has one byte. All other scales, and the tokens, have the type of the
+// activations.
 py::tuple moe_plan(const std::string& chip, uint32_t cores, uint32_t tokens, uint32_t top_k, uint32_t experts,
                    uint32_t N, uint32_t K, const std::string& format, uint32_t group_size,
                    const std::string& activations, bool rows_by_slot, bool reduce, const std::string& variant) {
@@ -189,7 +190,7 @@ using TunedRow = std::tuple<std::string, std::string, uint32_t, uint32_t, uint32
 void add_planner(py::module_& m) {
   m.def("chips", &chips);
   m.def("gpu_families", &gpu_families);
-  // Returns a dict from each variant, in the planner's order, to whether the variant rounds the weight.
+  // Returns a dict with all variants in the planner's order. The value is true if the variant rounds the weight.
   m.def("gemm_variants", [] {
     py::dict rounds;
     for (std::string_view text : kGemmVariants)

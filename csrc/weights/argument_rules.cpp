@@ -80,14 +80,21 @@ void check_super(const WeightChecker& check, WeightFormat format, const WeightAr
          describe(*weight.super_zeros));
 }
 
+// Returns true if the scales have one column for every kScaleBlock columns of the weight.
+bool has_block_scales(WeightFormat format, const WeightArguments& weight, const c10::SymInt& N) {
+  return takes_block_scales(format) && weight.group_size == kScaleBlock && weight.scales.dim() > 0 &&
+         weight.scales.sym_size(-1) * kScaleBlock == N;
+}
+
 void check_scales_and_zeros(const WeightChecker& check, WeightFormat format, const WeightArguments& weight,
-                            const c10::SymInt& G, const c10::SymInt& N) {
+                            const c10::SymInt& G, const c10::SymInt& N, bool block_scales) {
   const at::ScalarType scales_dtype = weight.scales.scalar_type();
   if (weight.super_scales) {
     check.sized("scales", weight.scales, scales_dtype == at::kByte || scales_dtype == at::kChar, kScaleCodes, "G, N",
                 {G, N});
   } else if (!has_coded_scales(format)) {
-    check.sized("scales", weight.scales, is_floating(scales_dtype), kFloating, "G, N", {G, N});
+    check.sized("scales", weight.scales, is_floating(scales_dtype), kFloating, block_scales ? "G, N/128" : "G, N",
+                {G, block_scales ? weight.scales.sym_size(-1) : N});
   } else {
     const std::string_view dtypes = scale_coding(format) == ScaleCoding::e4m3
                                         ? "uint8 E4M3 codes (view float8 tensors as uint8)"
@@ -155,10 +162,11 @@ WeightShape check_weight(const char* op, const WeightArguments& weight, bool sta
   check_group_size(op, format, weight.group_size, K);
   const c10::SymInt G = (K + (weight.group_size - 1)) / weight.group_size;
   check_super(check, format, weight, K, N);
-  check_scales_and_zeros(check, format, weight, G, N);
+  const bool block_scales = !weight.super_scales && has_block_scales(format, weight, N);
+  check_scales_and_zeros(check, format, weight, G, N, block_scales);
   check_global_scale_and_lut(check, format, weight, N);
   check.perm(weight.perm, K);
-  return {format, K, N, check.E};
+  return {format, K, N, check.E, block_scales};
 }
 
 WeightShape check_dequantize(const WeightArguments& weight, at::ScalarType dtype) {

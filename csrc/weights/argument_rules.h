@@ -12,7 +12,8 @@ struct WeightShape {
   WeightFormat format;
   c10::SymInt K;
   c10::SymInt N;
-  c10::SymInt E = 1;  // the number of experts, or 1 for a single weight
+  c10::SymInt E = 1;          // the number of experts, or 1 for a single weight
+  bool block_scales = false;  // true if each scale is for a block of kScaleBlock x kScaleBlock weights
 };
 
 // Checks the tensors of a weight, and other tensors with the sizes of a weight's tensors.

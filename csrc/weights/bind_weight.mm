@@ -39,7 +39,8 @@ WeightProblem bind_weight(const char* op, const WeightArguments& weight, const W
           .has_global_scale = weight.global_scale.has_value(),
           .global_scale_per_column = weight.global_scale && weight.global_scale->numel() > shape.E.expect_int(),
           .vector_aligned = aligned(kSlotPacked) && aligned(kSlotScales) && aligned(kSlotZeros) &&
-                            aligned(kSlotSuperScales) && aligned(kSlotSuperZeros) && aligned(kSlotHigh)};
+                            aligned(kSlotSuperScales) && aligned(kSlotSuperZeros) && aligned(kSlotHigh),
+          .block_scales = shape.block_scales};
 }
 
 Tensor empty_weight(const WeightProblem& weight, const at::TensorOptions& options) {

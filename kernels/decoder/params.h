@@ -84,7 +84,7 @@ struct HeadStrides {
 struct RotaryParams {
   HeadStrides q;
   HeadStrides k;
-  HeadStrides cos;  // head is 0
+  HeadStrides cos;  // cos and sin are the same for all heads, so the stride `head` is 0
   HeadStrides sin;
   uint32_t q_heads;
   uint32_t k_heads;

@@ -18,7 +18,7 @@ MARLIN_INLINE uint bytes_of(int type) {
   return element_bytes(ElementType(type));
 }
 
-// Returns the product with its tensors moved from expert 0 to expert `expert`.
+// Returns a copy of `product` with the tensors of expert `expert` in place of those of expert 0.
 template <WeightFormat format, typename T>
 MARLIN_INLINE Product<T> product_of_expert(thread Product<T>& product, uint expert, constant MoeParams& params) {
   const ulong N = params.product.N;
@@ -28,7 +28,8 @@ MARLIN_INLINE Product<T> product_of_expert(thread Product<T>& product, uint expe
   if (has_high_plane(format)) {
     moved.weight.high += expert * (ceil_divide(params.product.K, k_per_high_word(high_bits(format))) * N);
   }
-  moved.weight.scales += expert * groups * (has_coded_scales(format) ? 1 : bytes_of(scales_type));
+  const ulong scales = has_block_scales<format>() ? groups / kScaleBlock : groups;
+  moved.weight.scales += expert * scales * (has_coded_scales(format) ? 1 : bytes_of(scales_type));
   if (zeros_role(format) != ZerosRole::none) {
     moved.weight.zeros += expert * groups * bytes_of(zeros_type);
   }

@@ -36,7 +36,7 @@ template <WeightFormat format, typename T>
     *columns = float4(0.0f);
   }
 
-  // Loaded before the barrier, so all slots wait for these loads at the same time.
+  // The loads below are before the barrier, so all slots wait for them at the same time.
   const bool ends_slot = slice == 0 && expert != params.experts;
   float4 biases = float4(0.0f);
   float weight = 1.0f;

@@ -39,7 +39,8 @@ MARLIN_INLINE uint code_pair(uint word, uint high, uint j, bool stays) {
   return low + (place >= field ? upper << (place - field) : upper >> (field - place));
 }
 
-// Returns the index of the word that contains pair j of a block; below, the k of the pair's first and second code.
+// Returns the index of the word that contains pair j of a block. The two functions below return the k of the pair's
+// first and second code.
 template <WeightFormat format>
 MARLIN_INLINE constexpr uint word_of_pair(uint j) {
   return words_per_block(format) == 2 ? j / 2 : 0;
@@ -93,8 +94,8 @@ MARLIN_INLINE bool has_e4m3_nan(uint word) {
 }
 constant constexpr float kE4M3Unit = 256.0f;
 
-// The way in which FastCodes decodes. The caller gets the value of a code by a multiplication of the returned value
-// with even_unit(), or with odd_unit() for odd k.
+// The way in which FastCodes decodes. The returned numbers are the codes' values in another unit. The caller multiplies
+// them by even_unit(), or by odd_unit() for odd k, to get the values.
 struct DecodeOptions {
   bool subnormal;     // true to read codes as subnormal halves, false to read them as normal halves
   bool separate_odd;  // true to leave codes of odd k 16 times too large: saves a shift, but needs separate accumulators

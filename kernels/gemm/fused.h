@@ -89,8 +89,9 @@ struct FusedAccumulators {
 
   // Returns true if each load fetches the activations of two fragments instead of four. With 32 rows of fp32, loads of
   // four fragments need 231 half-registers per thread (M1), and a core holds only two threadgroups of five simdgroups,
-  // the planner's size. Loads of two fragments need 207, and a core holds three threadgroups. For 8-bit codes, the k of
-  // two fragments are adjacent, and the k of the other two are kFusedByteWordK further.
+  // the size that the planner chooses. Loads of two fragments need 207, and a core holds three threadgroups. For 8-bit
+  // codes, one load cannot fetch four fragments, because the k of the last two are kFusedByteWordK after those of the
+  // first two.
   static MARLIN_INLINE bool loads_pairs() {
     return is_wide() || (sizeof(T) == 4 && row_blocks == kFusedRowBlocks && rows_per_threadgroup == kFusedMaxRows);
   }

@@ -91,8 +91,8 @@ struct GemvAccumulators {
     Vec8<T> row[most_rows];
   };
 
-  // Returns the words of the second plane for the 16 k of a step, which begin at k. They are shifted for the first
-  // eight k.
+  // Returns the words of the second plane for the 16 k of a step, which begin at k. They are shifted so that the fields
+  // of the first eight k come first.
   MARLIN_INLINE uint4 high_words(uint k) const thread {
     if (!has_high_plane(format)) return uint4(0);
     return load_columns(weight.high + weight.template high_index<format>(k) + n, weight.N - n) >>
@@ -131,7 +131,7 @@ struct GemvAccumulators {
   static MARLIN_INLINE bool loads_first() { return gemv_loads_first(format, rows()); }
   // Returns true if a step loads the activations between its two loads of words. Otherwise it loads all words first.
   // The wait for the second load is short in both orders. With four rows on an M1, activations between the words need 2
-  // % fewer instructions. With one or three rows, all words first need fewer.
+  // % fewer instructions. With one or three rows, it takes fewer instructions to load all words first.
   static MARLIN_INLINE bool rows_between_words() { return rows() == kGemvMaxLoadsFirstRows; }
 
   // Multiplies the 8 k of `packed` by the activations of all rows. If loads_first() is true, `loaded` contains these
@@ -244,8 +244,8 @@ MARLIN_INLINE V sum_in_order(const threadgroup V* values, uint first, uint count
   return sum;
 }
 
-// Multiplies one simdgroup's rows, at most `most_rows`, and columns over a slice of K. `n` is the lane's first column.
-// `totals` has space for kGemvColumns sums of each row.
+// Computes the products of one simdgroup over its slice of K, for at most `most_rows` rows. `n` is the lane's first
+// column. `totals` has space for kGemvColumns sums of each row.
 template <WeightFormat format, typename T, uint most_rows = kGemvMaxRows, typename Rows>
 MARLIN_INLINE void gemv_slice(const thread Product<T>& product, const thread Rows& rows, constant GemmParams& params,
                               const threadgroup float* table, threadgroup float* totals, uint slice, uint n,

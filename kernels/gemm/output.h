@@ -1,5 +1,5 @@
-// Stores sums, either in the output after the bias is added and the sum is rounded once, or in one split of the partial
-// sums.
+// Stores sums. Without a split of K, adds the bias, rounds once and stores the results in the output. Otherwise stores
+// the sums in one split of the partial sums.
 #pragma once
 
 #include "kernels/gemm/function_constants.h"

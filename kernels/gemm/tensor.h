@@ -3,9 +3,9 @@
 // scaled in fp32 at the end of each group. Both operands come directly from device loads, so the kernel needs no
 // threadgroup memory and no barrier.
 //
-// Operands are half or bfloat. Float operands would have another layout unless the product may round them, and they
-// would be no faster: an M5 multiplies exact floats in blocks of 8 x 8, like simdgroup matrices. Tables are not
-// supported, because their entries need floats.
+// Operands are half or bfloat. Float operands without relaxed precision would have another layout, and would be no
+// faster than simdgroup matrices: an M5 multiplies them in blocks of 8 x 8, too. Tables are not supported, because
+// their entries need floats.
 //
 // A left operand is 16 columns of the weight, and a right operand is 32 rows of activations. A simdgroup computes 32
 // columns of 32 rows, so it has two left operands, f = 0 and f = 1. Row v of the upper half of operand f is column 4 v

@@ -51,6 +51,12 @@ MARLIN_INLINE bool has_super_scales() {
   return !has_coded_scales(format) && holds_codes(scales_type);
 }
 
+// Returns true if one scale stands for a block of weights.
+template <WeightFormat format>
+MARLIN_INLINE bool has_block_scales() {
+  return takes_block_scales(format) && block_scales;
+}
+
 // Returns true if biases have two levels.
 template <WeightFormat format>
 MARLIN_INLINE bool has_super_zeros() {
@@ -131,13 +137,14 @@ struct Weight {
       const float value = e4m3_value(scales[index]);
       return has_global_scale ? value * global_scale[global_scale_per_column ? n : 0] : value;
     }
-    const float value = load_element(scales, index, scales_type);
+    const float value = load_element(scales, has_block_scales<format>() ? index / kScaleBlock : index, scales_type);
     return has_super_scales<format>() ? value * load_element(super_scales, super_index(k, n), super_type) : value;
   }
 
   // Loads the scales of columns n to n + 3 at k, where index = group * N + n. Columns at N and beyond are 0.
   template <WeightFormat format>
   MARLIN_INLINE float4 scales_of_columns(ulong index, uint k, uint n) const thread {
+    if (has_block_scales<format>()) return float4(load_element(scales, index / kScaleBlock, scales_type));
     if (!has_coded_scales(format)) {
       const float4 values = load_columns_of(scales_type, scales, index, N - n);
       if (!has_super_scales<format>()) return values;

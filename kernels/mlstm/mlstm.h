@@ -131,8 +131,9 @@ MARLIN_INLINE uint chunk_index(constant MlstmParams& params, ChunkVector vector,
   return (vector * params.heads + head) * params.chunks;
 }
 
-// Returns log(sigmoid(f)) = min(f, 0) - log1p(e). Metal has no log1p, so log(1 + e) is multiplied by e / ((1 + e) - 1),
-// which corrects the rounding of 1 + e. The form -log(1 + exp(-f)) would be minus infinity below f = -88.
+// Returns log(sigmoid(f)) = min(f, 0) - log1p(e), where e = exp(-|f|). Metal has no log1p, so log(1 + e) is multiplied
+// by e / ((1 + e) - 1), which corrects the rounding of 1 + e. The form -log(1 + exp(-f)) would be minus infinity below
+// f = -88.
 MARLIN_INLINE float log_sigmoid(float f) {
   const float e = exp(-abs(f));
   const float u = 1.0f + e;

@@ -90,8 +90,8 @@ struct ScorePair {
     }
   }
 
-  // Computes q . k. For keys at key_count and beyond, which do not exist, other keys are read, and these scores are not
-  // used.
+  // Computes q . k. Keys at key_count and beyond do not exist. The function reads other keys in their place, and the
+  // resulting scores are not used.
   MARLIN_INLINE void multiply(const device T* q, uint q_stride, const device T* k, uint k_stride, uint DK,
                               Queries queries, PairPlace place, uint first_key, uint key_count) thread {
     uint k_rows[2][2];
@@ -326,7 +326,8 @@ template <typename T>
 
   const device T* chunk_k = first_token(k, params.k, params, head) + int64_t(start) * params.k.token;
   const ulong slot = ulong(head) * params.state_slots + c;
-  // state_sums uses memory without scores: a fragment pair above the diagonal of the queries' own block.
+  // state_sums is in memory that holds no scores: that of a pair of fragments above the diagonal of the queries' own
+  // block.
   threadgroup float* state_sums =
       reinterpret_cast<threadgroup float*>(shared + (query_block * kScorePairs + 1) * (2 * kSimdWidth));
   const device float* n = states_n + slot * params.DK;

@@ -11,7 +11,7 @@ namespace marlin {
 enum BufferSlot {
   kSlotA = 0,            // [M, K], row stride in GemmParams, unit stride in k; in embedding, the ids
   kSlotPacked = 1,       // int32 [K/8, N], or [K/4, N] for 8 bits; in the repack and unpack kernels, their input
-  kSlotScales = 2,       // [G, N]
+  kSlotScales = 2,       // [G, N], or [G, N / kScaleBlock] with block_scales
   kSlotZeros = 3,        // [G, N]
   kSlotGlobalScale = 4,  // float [1] or [N]
   kSlotLut = 5,          // float [16]
@@ -41,6 +41,7 @@ enum BufferSlot {
 //   writes_partials         each split of K stores its sums in kSlotPartials, and the reduce kernel adds them
 //   short_group_size        the group size if it is 16 or 32 and smaller than K (in fused), or if it is 16 (in
 //                           gemm_tensor); otherwise 0
+//   block_scales            one scale is for kScaleBlock x kScaleBlock weights; only if takes_block_scales(format)
 //   ragged_k                K is not a multiple of kGemvK (in gemv), kFusedK (in fused) or kTensorK (in gemm_tensor)
 //   ragged_n                N is not a multiple of kGemvColumns (in gemv), kFusedColumns (in fused) or kTensorColumns
 //                           (in gemm_tensor)
@@ -60,13 +61,14 @@ enum BufferSlot {
   X(12, int, short_group_size, ShortGroupSize)              \
   X(13, bool, ragged_k, RaggedK)                            \
   X(14, bool, ragged_n, RaggedN)                            \
-  X(15, int, super_type, SuperType)
+  X(15, int, super_type, SuperType)                         \
+  X(16, bool, block_scales, BlockScales)
 
 enum FunctionConstant {
 #define MARLIN_CONSTANT_INDEX(index, type, shader_name, name) kConstant##name = index,
   MARLIN_FUNCTION_CONSTANTS(MARLIN_CONSTANT_INDEX)
 #undef MARLIN_CONSTANT_INDEX
-      kFunctionConstantCount = 16,
+      kFunctionConstantCount = 17,
 };
 
 }  // namespace marlin

@@ -26,6 +26,10 @@ enum { kNibbles = 8 };
 // divides kSuperBlock, or it is K if K is smaller.
 enum { kSuperBlock = 256 };
 
+// With scales of blocks, each scale is for a block of kScaleBlock x kScaleBlock weights. The group size is kScaleBlock
+// and N is a multiple of it, so the scale of column n in group g has the index (g * N + n) / kScaleBlock.
+enum { kScaleBlock = 128 };
+
 enum { kSimdWidth = 32 };
 
 // Bytes of threadgroup memory per threadgroup: Metal's limit, and an amount that fits three times in the threadgroup
@@ -160,6 +164,10 @@ constexpr bool takes_global_scale(WeightFormat format) {
 }
 constexpr bool has_coded_scales(WeightFormat format) {
   return scale_coding(format) != ScaleCoding::floating;
+}
+// Returns true if the format permits scales of blocks of kScaleBlock x kScaleBlock weights.
+constexpr bool takes_block_scales(WeightFormat format) {
+  return code_kind(format) == CodeKind::e4m3 && !has_coded_scales(format);
 }
 // Returns true if a zero point or the offset is subtracted from the codes.
 constexpr bool subtracts_zero(WeightFormat format) {

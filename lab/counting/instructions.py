@@ -36,7 +36,8 @@ TWO_LEVELS = {
     "uint5_bias": (32, "uint8"),
     "uint6b32": (16, "int8"),
 }
-# Group sizes of common files (Q8_0) whose scales take more of fused's loop than groups of 64.
+# Group sizes of common files (Q8_0). These groups are so short that scales take more of fused's loop than with groups
+# of 64.
 SHORT_GROUPS = {"uint8b128": 32}
 # Mesa's compiler fails on this kernel, because it does not unroll the loops over the array of accumulators.
 UNCOUNTED = ("gemm_double_buffered_128x128x16", "lut4")
@@ -86,7 +87,7 @@ class Case:
 
     @property
     def traits(self) -> WeightFormat:
-        """Returns the format's row."""
+        """Returns the entry of `weight_format` in WEIGHT_FORMATS."""
         return WEIGHT_FORMATS[self.weight_format]
 
     def constants(self) -> dict[str, int]:
@@ -143,8 +144,8 @@ def usual_group(weight_format: str) -> int:
 def forms(dtype: str) -> Iterator[tuple[str, int, int]]:
     """Yields each format with the group sizes and levels of scales that the model supports.
 
-    With bf16 and fp32 activations, codes wider than 4 bits are yielded with one format of each kind, and scales with
-    one level.
+    With bf16 and fp32 activations, only one format of each kind of codes wider than 4 bits is yielded, and no format
+    with two levels of scales.
     """
     kinds = set()
     for weight_format, traits in WEIGHT_FORMATS.items():
@@ -161,7 +162,11 @@ def forms(dtype: str) -> Iterator[tuple[str, int, int]]:
 
 
 def cases() -> Iterator[Case]:
-    """Yields all formats: gemv, fused and their variants for experts with all activations, other kernels with fp16."""
+    """Yields the cases to count.
+
+    gemv, fused and their variants for experts are counted with all formats and activations, the other kernels with all
+    formats and fp16.
+    """
     shapes = [("gemv", "gemm/gemv", rows, 256) for rows in range(1, 9)]
     shapes += [("gemm_fused", "gemm/fused", rows, 128) for rows in (8, 16, 24, 32)]
     for kernel, library, rows, threads in shapes:
@@ -184,7 +189,7 @@ def cases() -> Iterator[Case]:
 
 
 def staged_kernels() -> Iterator[tuple[str, str, tuple[int, int, int], int]]:
-    """Yields library, name, tile and threads of each kernel with a tile in its name, from the host's header."""
+    """Yields library, name, tile and threads of each kernel with a tile in its name, as kernel_list.h lists them."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "kernels"
         compiler = [
@@ -209,7 +214,7 @@ def staged_kernels() -> Iterator[tuple[str, str, tuple[int, int, int], int]]:
 
 
 def readable_copy(folder: Path) -> None:
-    """Copies the kernels, and rewrites macros of function constants and const references for the tool."""
+    """Copies the kernels, and rewrites what the tool cannot read: macros of function constants, const references."""
     shutil.copytree(ROOT / "kernels", folder / "kernels")
     rows = re.findall(r"X\((\d+), (\w+), (\w+), \w+\)", (folder / "kernels/shared/slots.h").read_text())
     declarations = "\n".join(f"constant {kind} {name} [[function_constant({i})]];" for i, kind, name in rows)
@@ -231,7 +236,7 @@ def measure_all(folder: Path, chosen: Iterable[Case]) -> list[dict[str, Any] | s
 
 @cache
 def measure(folder: Path, case: Case) -> dict[str, Any] | str:
-    """Returns the tool's counts for one kernel, or its error message if it fails."""
+    """Returns the tool's counts for one kernel, or the tool's error message."""
     entry = f"{case.kernel}_{case.weight_format}_{case.dtype}"
     command = [
         sys.executable,

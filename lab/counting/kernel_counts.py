@@ -8,9 +8,9 @@ tensor_instructions.py counts the rows of gemm_tensor.
 
 gemv, fused and their variants for experts are counted with all formats and activations, because the format changes
 their registers, and so the number of threadgroups on a core. Other kernels are counted with fp16 activations and one
-format of each code kind. Groups have 64 codes or the fixed size of the format, and in addition the sizes of common
-files (forms() of instructions.py). Tensors are aligned, and no options are set. A kernel that the tool cannot compile
-(UNCOUNTED of instructions.py) gets the counts of single_stage.
+format of each code kind. Groups have 64 codes, or the fixed size of the format. The group sizes of common files are
+counted, too (forms() of instructions.py). Tensors are aligned, and no options are set. A kernel that the tool cannot
+compile (UNCOUNTED of instructions.py) gets the counts of single_stage.
 
 moe_gemv_blocks has a loop for each number of rows, and moe_fused has one for each number of row blocks. A row of the
 table has the counts of the largest loop. The code outside the loops is counted in a copy of the kernel that has only
@@ -114,13 +114,7 @@ def row(case: Case, counted: dict[str, Any], once: int) -> KernelCounts:
 
 
 def counted_rows(dtype: str, folder: Path, largest_loops: Path) -> Iterator[KernelCounts]:
-    """Yields the rows of a dtype.
-
-    Args:
-        dtype: the dtype.
-        folder: a copy of the kernels.
-        largest_loops: another copy, changed by keep_largest_loop().
-    """
+    """Yields the rows of a dtype. `largest_loops` is a copy of the kernels that keep_largest_loop() has changed."""
     chosen = list(counted_cases(dtype))
     alone = [case for case in chosen if case.kernel in LARGEST_LOOPS]
     once_alone = dict(zip(alone, measure_all(largest_loops, alone), strict=True))
@@ -150,10 +144,12 @@ def count() -> list[KernelCounts]:
 
 
 def write_or_check(found: list[KernelCounts], *, kernel: str, check: bool) -> int:
-    """Stores the counted rows of gemm_tensor, or of all other kernels, or compares them with the stored rows.
+    """Replaces rows of the stored table by the counted rows, or with `check` compares both.
+
+    If `kernel` is "gemm_tensor", these are the rows of gemm_tensor, otherwise those of all other kernels.
 
     Returns:
-        The exit code: 1 if rows that are compared differ.
+        The exit code: 1 if compared rows differ.
     """
     is_tensor = kernel == "gemm_tensor"
     if not check:

@@ -40,10 +40,10 @@ STUB = ROOT / "lab" / "agx" / "tensor_stub"
 # The dtype that is compiled. The M1 has no bfloat instructions, so floats replace bfloat. The M5 has them, and its
 # decode instructions are then the same as with floats.
 COUNTED_AS = {"float16": "float16", "bfloat16": "float32"}
-PRODUCTS = 32 * 32 * 32 // 512  # of 512 multiply-adds, in a simdgroup's step
-WEIGHTS = 64 * 64  # of a step
+PRODUCTS = 32 * 32 * 32 // 512  # products of 512 multiply-adds in one step of a simdgroup
+WEIGHTS = 64 * 64  # weights of one step
 LANES = 128
-# Our format -> MLX's kernel for the same codes.
+# For each format of this package, MLX's kernel for the same codes.
 PAIRS = {
     "uint4b8": ("quantized_nax.h", "affine_qmm_t_nax<half, 64, 4, true, false, 64, 64, 64, 2, 2>"),
     "uint4": ("quantized_nax.h", "affine_qmm_t_nax<half, 64, 4, true, false, 64, 64, 64, 2, 2>"),
@@ -150,15 +150,19 @@ def takes_half_steps(weight_format: str, group_size: int) -> bool:
 
 
 def calls_of(weight_format: str, group_size: int = 64) -> int:
-    """Returns the products in a step: two left operands, and with biases the sums of activations, for each 16 k."""
+    """Returns the number of matrix products in a step.
+
+    Each 16 k need two products, one for each left operand. Formats with biases need a third for the sums of the
+    activations.
+    """
     halves = 1 if takes_half_steps(weight_format, group_size) else 2
     return halves * (3 if WEIGHT_FORMATS[weight_format].zeros_role == "bias" else 2)
 
 
 def counted_forms(dtype: str) -> dict[tuple[str, int, int], None]:
-    """gemm_tensor does not support formats with a lut. Its loop differs only for groups of 16.
+    """Returns the (format, group size, levels) to count. Groups of 16 are the only ones that change the loop.
 
-    Formats with a lut have no such kernel. Only groups of 16 change the loop.
+    gemm_tensor does not support formats with a lut.
     """
     known = [form for form in instructions.forms(dtype) if not WEIGHT_FORMATS[form[0]].has_lut]
     single = dict.fromkeys(name for name, _, _ in known)

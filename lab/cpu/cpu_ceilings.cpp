@@ -68,7 +68,8 @@ uint64_t read(const char* data, size_t bytes) {
   return result;
 }
 
-// more independent chains than any core needs: latency times the number of multiply-add units
+// The number of independent chains of multiply-adds, more than any core needs. A core needs the latency in clocks times
+// the number of its multiply-add units.
 constexpr int kChains = 16;
 constexpr int kTurns = 4096;
 

@@ -42,7 +42,7 @@ def cold_bytes() -> int:
 
 
 def seconds(call: Call, index: int) -> float:
-    """Times one call in wall time. With one thread it uses CPU time, which other processes disturb less."""
+    """Returns the wall time of one call. With one thread, returns the CPU time, which other processes disturb less."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     begin = clock()
     call(index)
@@ -79,7 +79,7 @@ def ratio(times: Times, rival: str, ours: str) -> float:
 
 
 class Layer:
-    """Copies of one layer's weight in a format of this package, more than fit into the caches."""
+    """One layer's weight in a format of this package, in more copies than fit into the caches."""
 
     def __init__(
         self, K: int, N: int, weight_format: str = "uint4b8", group_size: int = GROUP_SIZE, perm: bool = False
@@ -107,7 +107,7 @@ class Layer:
 
 
 class Peers:
-    """Copies of one layer's weight in every rival's format, more than fit into the caches."""
+    """One layer's weight in every rival's format, each in more copies than fit into the caches."""
 
     def __init__(self, K: int, N: int) -> None:
         copies = max(2, cold_bytes() // (K * N // 2))
@@ -153,7 +153,7 @@ def row(*cells: object) -> None:
 
 
 def compare(K: int, N: int, rows: list[int], budget: float, threads: int) -> None:
-    """For every M, compares this package with three activation dtypes with PyTorch's kernels."""
+    """For every M, compares this package's products with bf16, fp16 and fp32 activations with PyTorch's kernels."""
     layer, peers = Layer(K, N), Peers(K, N)
     table(
         f"K x N = {K} x {N}, group {GROUP_SIZE}, uint4b8. Ratios above 1: this package is faster.",
@@ -202,7 +202,7 @@ def few_rows(K: int, N: int, budget: float, stream: Stream) -> None:
 
 
 def formats(K: int, N: int, budget: float) -> None:
-    """Prints each format's time divided by the time of uint4b8 at the same group size: above 1, it is slower."""
+    """Prints each format's time divided by the time of uint4b8 at the same group size. Above 1, uint4b8 is faster."""
     table(
         f"K x N = {K} x {N}: time by that of uint4b8 at the same group size",
         ["M", "a", "lut4, group 128", "uint4 with zeros, group 128", "uint4b8 with perm, group 128", "mxfp4, group 32",

@@ -36,7 +36,8 @@ void count(int, siginfo_t*, void* context) {
   ++counts[kinds];
   int opcode, prefix, length;
   if (!decode(reinterpret_cast<const uint8_t*>(at), opcode, prefix, length)) return;
-  // the last hexadecimal digit of packed vfmadd, vfmsub, vfnmadd and vfnmsub is 8, A, C or E, the first 9, A or B
+  // In hexadecimal, the opcodes of packed vfmadd, vfmsub, vfnmadd and vfnmsub begin with 9, A or B, and end with 8, A,
+  // C or E.
   const bool fma = opcode >= 0x98 && opcode < 0xC0 && (opcode & 15) >= 8 && opcode % 2 == 0 && prefix == 1;
   const bool bytes = (opcode == 0x04 || opcode == 0x50 || opcode == 0x51) && prefix == 1;  // vpmaddubsw, vpdpbusd(s)
   if (fma && length > 0) ++counts[length == 2 ? fma_512 : fma_256];

@@ -50,7 +50,10 @@ def least(times: Times, name: str) -> float:
 
 
 def cached_us(weight: tmm.PackedWeight, a: torch.Tensor, activations: str | None, threads: int) -> float:
-    """Returns the time that a kernel would take for all of K at its speed with a weight in the caches."""
+    """Returns the microseconds that a kernel would take if its weight were in the caches.
+
+    Times a product with a part of K, whose weight stays in the caches, and scales the time up to all of K.
+    """
     K = max(256, int(weight.K * CACHED_BYTES * threads / weight.b_packed.nbytes) // 256 * 256)
     if K >= weight.K:
         return float("nan")

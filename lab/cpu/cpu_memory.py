@@ -132,7 +132,7 @@ def dequantize_calls(weights: list[dict[str, object]], **options: object) -> dic
 def repack_calls() -> dict[str, tuple[Call, int]]:
     """Returns calls of the repacks, and of the unpacking of zero points for groups of 32.
 
-    Each call reads another copy.
+    Each call reads the next copy of its input, because the last copy is still in a cache.
     """
     copies = COLD_BYTES // (K * N // 2)
     words = [torch.randint(-(2**31), 2**31 - 1, (K // 8, N), dtype=torch.int32) for _ in range(copies)]

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CODES = ("integer", "e2m1", "table", "byte", "e4m3", "planes")  # csrc/cpu/formats.h
 FP32 = r"step<marlin::cpu::Neon, \(marlin::cpu::Codes\)(?P<codes>\d), (?P<panel>true|false), (?P<R>\d+), (?P<C>\d+)>"
-# Source file -> kind of function -> functions.
+# For each source file, the kinds of functions that it has, each with a pattern of the functions' names.
 KERNELS = {
     "kernels_neon": {
         "fp32": FP32,
@@ -64,9 +64,9 @@ def innermost_loops(instructions: list[tuple[int, str]]) -> Iterator[list[str]]:
 
 
 def count(instructions: list[tuple[int, str]], multiplies: int) -> int:
-    """Returns the length of the innermost loop with at least `multiplies` multiplications.
+    """Returns the instructions of the shortest innermost loop with at least `multiplies` multiplications.
 
-    If that is 0: of the longest loop.
+    If `multiplies` is 0, returns those of the longest innermost loop.
     """
     loops = list(innermost_loops(instructions))
     if multiplies == 0:

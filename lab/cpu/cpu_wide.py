@@ -68,7 +68,7 @@ SCALAR_ROWS = 2  # with fp32, PyTorch's int8 kernel is scalar code: more rows wo
 CACHED_K = 128  # rows of the weight per thread in a product from caches: 1.4 MB of 8-bit codes
 SLOW = 1.3  # skips a layout of ggml if its first call takes this many times as long as the fastest layout's
 CHECKED = 256  # columns whose errors are measured
-# Limits of the relative errors. Ours have 1e-6 or, in bf16, 4e-3.
+# Limits of the relative errors of the rivals. Those of this package are 1e-6, or 4e-3 with bf16.
 MAX_ERROR = {"ggml": 0.02, INT8PACK: 0.02, INT4PACK: 0.02, DENSE: 0.01}
 
 
@@ -87,7 +87,7 @@ def weights(ggml: Ggml, K: int, N: int) -> tuple[dict[str, tmm.PackedWeight], di
 
 
 def number_of(size: int) -> int:
-    """Returns the number of copies with which a copy has left the caches before it is used again."""
+    """Returns how many copies of `size` bytes are needed so that a copy has left the caches before its next use."""
     return max(2, cold_bytes() // size + 1)
 
 
@@ -162,7 +162,7 @@ class Comparison:
         return torch.ops.aten._weight_int4pack_mm_for_cpu(a, words, 128, self.int4_scales.to(a.dtype))
 
     def calls(self, M: int, dtype: str) -> tuple[dict[str, Call], dict[str, Call], np.ndarray]:
-        """Returns each kernel's call, a function that returns its result, and the activations."""
+        """Returns the calls of the kernels, functions that return the kernels' results, and the activations."""
         x = np.random.default_rng(M).standard_normal((M, self.K), np.float32)
         a = torch.from_numpy(x).to(DTYPES[dtype])
         calls: dict[str, Call] = {

@@ -3,8 +3,9 @@
     python -m lab.cpu.cpu_wide_table TIMES COUNTS
 
 A cell compares one weight with one rival. For each cell below 1.0, a letter says what limits this package's kernel
-(`reason`). It is derived from three comparisons of the same line: the rate of reading the weight with that of a plain
-read, the time of the product instructions with the kernel's time, and the number of instructions with the rival's.
+(`reason`). The letter is derived from three comparisons of the same line: the rate of reading the weight with that of a
+plain read, the time of the product instructions with the kernel's time, and the number of instructions with the
+rival's.
 """
 
 import argparse
@@ -64,10 +65,7 @@ def product_us(counts: Counts, line: Line) -> float:
 
 
 def reason(line: Line, counts: Counts, rival: str) -> str:
-    """Returns the letter for what makes this package's kernel slower than the rival's.
-
-    The page explains the letters.
-    """
+    """Returns the letter for what makes this package's kernel slower than the rival's; cpu_wide.md explains it."""
     products = product_us(counts, line)
     if line["bytes"] / line["us"] * 1e6 >= MEMORY * line["read"]:
         return "m"

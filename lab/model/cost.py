@@ -46,7 +46,7 @@ class PlanCost:
 
     Attributes:
         dispatches: the costs of the dispatches, and of the dense product of two_pass.
-        seconds: their sum.
+        seconds: the sum of the seconds of all dispatches.
     """
 
     dispatches: list[DispatchCost] = field(default_factory=list)
@@ -60,7 +60,8 @@ class PlanCost:
 def cost(tiling: Tiling, problem: Problem, gpu: AppleSiliconGPU) -> PlanCost:
     """Returns the predicted cost of a tiling.
 
-    If the tiling has arrays, so has the cost. Tilings without partial sums then have a reduction of 0 seconds.
+    If the tiling has arrays, so has the cost. It then always has a reduction, which takes 0 seconds in those tilings
+    that have no partial sums.
     """
     if tiling.variant == "two_pass":
         return PlanCost([_dequantize(problem, gpu), _dense(problem, gpu)])
@@ -78,7 +79,7 @@ def cost(tiling: Tiling, problem: Problem, gpu: AppleSiliconGPU) -> PlanCost:
 
 
 def _costed(load: KernelLoad, gpu: AppleSiliconGPU, kernel: str) -> DispatchCost:
-    """Returns the cost of a load. If its numbers are no arrays, the cost includes bound and occupancy."""
+    """Returns the cost of a load. If the load's fields are numbers, not arrays, the cost has bound and occupancy."""
     found = kernel_cost(load, gpu, kernel)
     is_scalar = np.ndim(found.seconds) == 0
     return found.scalar(gpu, occupancy(load, gpu)) if is_scalar else found
@@ -110,9 +111,9 @@ def product_load(
 ) -> KernelLoad:
     """Returns the load of one launch of a tiling's product kernel.
 
-    Threadgroups run row block by row block, so each row block reads all weights again. In gemv, threadgroups that share
-    weights run at the same time, so L2 serves all reads but the first. The stripes of striped go down the columns of
-    tiles, so each column reads all activations again.
+    In most kernels, the threadgroups of a row block start before those of the next row block, so each row block reads
+    all weights again. In gemv, threadgroups that share weights run at the same time, so L2 serves all reads but the
+    first. In striped, a stripe contains one column of tiles after another, so each column reads all activations again.
     """
     load = load_without_bytes(tiling, problem, gpu, rows, count)
     columns = ceil_divide(problem.N, tiling.tile[1])

@@ -33,14 +33,13 @@ DTYPES = ("float16", "bfloat16", "float32")
 class KernelCounts:
     """What one simdgroup executes.
 
-    A simdgroup executes the step for each step along K. Each time it has passed `outer_k` elements of K, it also
-    executes `outer_issue` instructions. If `outer_k` is 0, it executes them at the end of every group or chain (gemv)
-    or of every unit (striped).
+    The innermost loop executes one step along K in each iteration. The loop around it adds work at the end of each
+    group, chain (gemv) or unit (striped).
 
     Attributes:
         activations: dtype of the activations.
         kernel: the kernel's name.
-        weight_format: the counted format. Formats with the same codes and without a row use this row.
+        weight_format: the counted format. A format without a row uses the row of a format with the same codes.
         group_size: the counted group size. Other group sizes use the nearest row.
         levels: levels of the scales.
         M: rows of the tile.
@@ -50,8 +49,8 @@ class KernelCounts:
         complex: clocks of the unit for slow integer and complex instructions in a step. It runs in parallel with the
             scheduler.
         matrix: 8x8x8 products of a step.
-        outer_issue: issue slots of an iteration of the outer loop.
-        outer_k: see above.
+        outer_issue: issue slots of an iteration of the outer loop, without its inner loop.
+        outer_k: elements of K that an iteration of the outer loop covers; 0 means a group, chain or unit.
         fixed_issue: issue slots outside all loops.
         half_registers: 16-bit registers of a thread.
         waits: how often a step waits for loads.

@@ -49,16 +49,16 @@ ROUNDING = 1e-9
 # For larger exponents x, exp(-x) and the probabilities computed from it are too small for a double.
 LARGEST_EXPONENT = 600
 
-# Issue slots and complex-unit clocks of a simdgroup of moe_sort for 32 pairs. It reads the pairs twice, and once more
-# for each MOE_SORT_THREADS experts. Counted by lab/agx/agxstat.py, --O1.
+# Issue slots and complex-unit clocks of a simdgroup of moe_sort for 32 pairs, counted by lab/agx/agxstat.py --O1.
+# moe_sort reads the pairs twice, and once more for each MOE_SORT_THREADS experts.
 SORT_ISSUE = 616
 SORT_COMPLEX = 24
 SORT_WAITS = 9
 SORT_PASS_ISSUE = 283
 SORT_HALF_REGISTERS = 111
 
-# Issue slots of a simdgroup of moe_gemv_reduce for each additional slice of its slot, and for each additional slot.
-# Counted in the same way.
+# Issue slots of a simdgroup of moe_gemv_reduce for each additional slice of its slot, and for each additional slot,
+# counted by lab/agx/agxstat.py --O1.
 SLICE_ISSUE = 13
 SLOT_ISSUE = 10
 
@@ -154,8 +154,8 @@ def _sort(problem: ExpertsProblem, gpu: AppleSiliconGPU) -> DispatchCost:
 def _average_load(tiling: Tiling, problem: ExpertsProblem, routing: Routing, gpu: AppleSiliconGPU) -> KernelLoad:
     """Returns the load of all blocks. Instructions and waits are the averages of their simdgroups.
 
-    A block that is not full takes less time. The kernels have a loop for each multiple of the unit of rows (1 in gemv,
-    8 in fused).
+    The kernels have a loop for each multiple of a unit of rows (1 in gemv, 8 in fused), so a block that is not full
+    takes less time.
     """
     product, most = problem.product, tiling.tile[0]
     average = load_without_bytes(tiling, product, gpu, most)

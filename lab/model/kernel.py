@@ -17,10 +17,11 @@ from lab.model.geometry import SIMD_WIDTH, ceil_divide
 from torch_marlin_metal.gpu.occupancy import Occupancy, occupancy_of
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
-# The time from the end of one small dispatch to the end of the next, if the next one depends on the first. There are
-# three sources. llama.cpp discussion 4167 lists times per token: without the time to read the weights, and divided by
-# the 768 dispatches of a token, they give 4 us (M5 Max) to 10 us (M1). pytorch issue 82707 measured 3 us (M1 Max), and
-# ds4 pull request 846 measured 10 us (M1 Ultra).
+# The time from the end of one small dispatch to the end of the next, if the next one depends on the first. Sources:
+# - pytorch issue 82707 measured 3 us (M1 Max).
+# - ds4 pull request 846 measured 10 us (M1 Ultra).
+# - llama.cpp discussion 4167 lists times per token. Without the time to read the weights, and divided by the 768
+#   dispatches of a token, they are 4 us (M5 Max) to 10 us (M1).
 DISPATCH_SECONDS = 6e-6
 # Memory time and compute time overlap. The model assumes that this fraction of the shorter time is not hidden.
 OVERLAP_LOSS = 0.05
@@ -40,25 +41,24 @@ SMALL_READ = 50e6
 
 @dataclass
 class KernelLoad:
-    """The load that one dispatch puts on a GPU.
-
-    Instructions and waits are those of one simdgroup from start to end.
+    """The work of one dispatch, from which the model computes its time.
 
     Attributes:
-        threadgroups: number of threadgroups.
-        threads: threads of a threadgroup.
-        half_registers: 16-bit registers of a thread.
-        threadgroup_bytes: bytes of threadgroup memory.
-        loads_ahead: whether the loads of a step are issued before the products of the previous step.
-        issue: issue slots of a scheduler.
-        complex: clocks of the unit for slow integer and complex instructions.
-        matrix_operations: 8x8x8 products.
-        matrix_clocks: clocks of a scheduler for one of them.
-        dram_waits: how often a simdgroup that does not load ahead waits for memory.
-        cache_waits: how often such a simdgroup also waits for a cache.
-        weight_bytes: the size of the weight in bytes.
-        dram_bytes: all traffic with memory. Weights that leave the caches between two row blocks are counted again.
-        l2_bytes: all bytes that simdgroups read and write.
+        threadgroups: threadgroups of the dispatch.
+        threads: threads per threadgroup.
+        half_registers: 16-bit registers per thread.
+        threadgroup_bytes: bytes of threadgroup memory per threadgroup.
+        loads_ahead: whether a simdgroup issues the loads of a step before the products of the previous step.
+        issue: issue slots that one simdgroup takes in the whole dispatch.
+        complex: clocks that one simdgroup takes of the unit for slow integer and complex instructions.
+        matrix_operations: 8x8x8 products that one simdgroup computes.
+        matrix_clocks: clocks that a scheduler takes for one 8x8x8 product.
+        dram_waits: how often one simdgroup waits for memory, if it does not load ahead.
+        cache_waits: how often one simdgroup waits for a cache, if it does not load ahead.
+        weight_bytes: bytes of the weight.
+        dram_bytes: bytes that all simdgroups read from and write to memory. If a weight leaves the caches between two
+            row blocks, its bytes count again.
+        l2_bytes: bytes that all simdgroups load and store. All of them pass through the L2 cache.
     """
 
     threadgroups: Any = 1
@@ -176,7 +176,7 @@ def kernel_cost(load: KernelLoad, gpu: AppleSiliconGPU, kernel: str = "") -> Dis
 
 
 def occupancy(load: KernelLoad, gpu: AppleSiliconGPU) -> Occupancy:
-    """Returns how many threadgroups of a load a core holds at once. The load has no arrays."""
+    """Returns how many threadgroups a core holds at once. The fields of the load must be numbers, not arrays."""
     return _occupancy(int(load.threads), load.half_registers, int(load.threadgroup_bytes), gpu.name)
 
 
@@ -212,9 +212,9 @@ def traffic_seconds(size: float, gpu: AppleSiliconGPU) -> float:
 
 
 def _together(issue: Any, matrix: Any, gpu: AppleSiliconGPU) -> Any:
-    """Returns the time of instructions and matrix products together.
+    """Returns the time of instructions and matrix products together, because they overlap in part.
 
-    Each argument is the time of one of the two alone.
+    `issue` is the time of the instructions alone, and `matrix` that of the matrix products alone.
     """
     return issue + matrix - figure(gpu, "matrix_overlap") * np.minimum(issue, matrix)
 

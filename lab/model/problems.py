@@ -124,7 +124,7 @@ class ExpertsProblem:
         cls, tokens: int, top_k: int, experts: int, N: int, K: int, *, reduce: bool = False,
         rows_by_slot: bool = False, **weight: object,
     ) -> ExpertsProblem:  # fmt: skip
-        """Returns the problem of a number of tokens. If a token's products are added up, they have row weights.
+        """Returns the problem of a number of tokens. With `reduce`, the products have row weights, too.
 
         Args:
             tokens: number of tokens.

@@ -32,7 +32,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 # The numbers of tokens at which the time is compared with the limit.
 BARRED = (1, 512, 2048)
 MOST_OF_LIMIT = 1.15
-NEGLIGIBLE = 1e-6  # a probability
+NEGLIGIBLE = 1e-6  # Smaller probabilities are ignored.
 
 
 @dataclass(frozen=True)

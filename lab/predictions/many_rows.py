@@ -1,8 +1,8 @@
 """Compares the planner's choices for FLUX with `two_pass`, which decodes the weight once, by predicted times.
 
-No kernel is executed. A number of the table is the largest ratio of two times, the planner's choice over `two_pass`,
-over all shapes, numbers of rows, and activations in fp16 and bf16. With "rounded", which layers of diffusers' models
-use, the planner can choose `two_pass`, which rounds the weights. With "auto" it cannot.
+No kernel is executed. The table has the predicted time of the planner's choice divided by that of `two_pass`: the
+largest such ratio over all shapes, numbers of rows, and activations in fp16 and bf16. With "rounded", which layers of
+diffusers' models use, the planner can choose `two_pass`, which rounds the weights. With "auto" it cannot.
 
     python -m lab.predictions.many_rows --write
 """

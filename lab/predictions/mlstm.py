@@ -137,7 +137,7 @@ def output_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, el
     decay = next(x for x in counts["loops"] if x["innermost"] and not x["matrix_ops"] and x["shuffles"])
     outermost = [x for x in counts["loops"] if x["depth"] == 0]
     straight = instructions(counts["total"]) - sum(instructions(x) for x in outermost)
-    own_matrix = 40 * MATRIX_CLOCKS  # ten fragments on and below the diagonal, times four column fragments
+    own_matrix = 40 * MATRIX_CLOCKS  # ten fragments on and below the diagonal, times four fragments of columns
     decay_tokens = 98  # tokens whose decays are added up by the six fragment pairs of a block and its own keys
 
     strips = -(-DV // BLOCK)

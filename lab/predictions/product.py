@@ -2,10 +2,11 @@
 
     python -m lab.predictions.product 8 4096 14336 --gpu "M1 Max" --group-size 64
 
-Each dispatch has four times: launch, memory, L2, and the busiest core. For comparison with the last, the table has the
-times of instructions, complex instructions and matrix products if they were spread evenly over the cores. SIMD/core is
-the number of simdgroups that a core holds. "bound" is what takes longest. "occupancy" means waiting, because too few
-simdgroups hide latency or some cores have less work than others. The arrow marks the variant that the model chooses.
+Each dispatch has four times: launch, memory, L2, and the busiest core. To explain the time of the busiest core, the
+table also has the times of instructions, complex instructions and matrix products if they were spread evenly over the
+cores. SIMD/core is the number of simdgroups that a core holds. "bound" is what takes longest. "occupancy" means
+waiting, because too few simdgroups hide latency or some cores have less work than others. The arrow marks the variant
+that the model chooses.
 """
 
 import argparse

@@ -128,7 +128,10 @@ def row_bytes(product: Product) -> float:
 
 
 def mlx_vector(product: Product, gpu: AppleSiliconGPU) -> float:
-    """A threadgroup computes 8 columns of one row. The threadgroups of all rows of a column block start together."""
+    """Predicts the time of MLX's `qmv_fast`.
+
+    A threadgroup computes 8 columns of one row. The threadgroups of all rows of a column block start together.
+    """
     columns = ceil(product.N, 8)
     activations = product.M * product.K * product.activation_bytes
     return seconds(
@@ -165,7 +168,10 @@ def mlx_wide(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def mlx_matrix(product: Product, gpu: AppleSiliconGPU) -> float:
-    """Tiles are 32 x 32, and threadgroups go along N first. K is split until there are 512 threadgroups."""
+    """Predicts the time of MLX's matrix kernel.
+
+    Tiles are 32 x 32, and threadgroups are ordered along N first. K is split until there are 512 threadgroups.
+    """
     row_blocks, column_blocks = ceil(product.M, 32), ceil(product.N, 32)
     splits = min(max(1, 512 // (row_blocks * column_blocks)), product.K // 64)
     while splits > 1 and product.K % (splits * 64):
@@ -205,7 +211,10 @@ def mlx(product: Product, gpu: AppleSiliconGPU) -> float:
 
 
 def ggml_vector(product: Product, gpu: AppleSiliconGPU) -> float:
-    """A threadgroup computes one row: 8 columns in q4_0, and 2 in q8_0, in which the simdgroups divide K among them."""
+    """Predicts the time of ggml's kernel for one row of activations.
+
+    A threadgroup computes 8 columns of a row in q4_0, and 2 in q8_0, whose simdgroups divide K among themselves.
+    """
     is_q8 = product.weight_format == "q8_0"
     columns = ceil(product.N, 2 if is_q8 else 8)
     activations = product.M * product.K * product.activation_bytes

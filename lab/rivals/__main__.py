@@ -2,7 +2,7 @@
 
     python -m lab.rivals              # the table of lab/notes/few-rows.md, about 20 seconds
     python -m lab.rivals --write      # writes it there
-    python -m lab.rivals --one-row    # one row on every chip: our time without the launch, over its bytes'
+    python -m lab.rivals --one-row    # for one row on every chip: our time without the launch / time of its bytes
 
 No kernel is executed. A cell is our time divided by the time of the fastest rival that reads files of the same format.
 Our time is what the lab's model predicts for the planner's choice. The same model predicts the times of the rivals'
@@ -41,7 +41,7 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Form:
-    """A format of files: our format for its weights, and the rivals' kernels for the same files."""
+    """A file format: the format that this package uses for its weights, and the rivals that read the same files."""
 
     name: str
     weight_format: str
@@ -85,7 +85,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """Our time and the fastest rival's, and our bytes divided by the rival's.
+    """A cell of the table: the time of this package's kernel, and that of the fastest rival.
 
     Attributes:
         least: whether the rival's kernel runs on tensor units, so that its real time may be longer than predicted.

@@ -1,9 +1,9 @@
-"""Counts MLX's quantized products with the tool that counts ours, and compares both and llama.cpp's.
+"""Counts MLX's quantized products with the tool that counts ours, and compares our counts with MLX's and llama.cpp's.
 
     python -m lab.rivals.count            # prints a table of clocks from stored counts, in a second
     python -m lab.rivals.count --write    # writes it into lab/notes/few-rows.md
-    python -m lab.rivals.count --check    # counts MLX's kernels, and exits with 1 if counts.csv has others
-    python -m lab.rivals.count --store    # counts them, and stores them in counts.csv
+    python -m lab.rivals.count --check    # counts MLX's kernels, and exits with 1 if counts.csv has other counts
+    python -m lab.rivals.count --store    # counts MLX's kernels, and stores the counts in counts.csv
 
 The program downloads the wheel of MLX, which contains the source, if it is not cached. No package contains the source
 of llama.cpp's kernels. Their rows were counted at the revisions in counts.csv, and this program does not change them.
@@ -44,14 +44,14 @@ ROWS = (1, 4, 8, 32)
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel of MLX: its row of counts.csv without the counts, and how the tool compiles it.
+    """A kernel of MLX, the operands of its row in counts.csv, and how the tool compiles it.
 
     Attributes:
         kernel: "vector", "wide" or "matrix".
         format: the rival's format.
         rows: rows of a block.
-        entry: the instance of the template.
-        threads: threads of a threadgroup.
+        entry: the instance of the template, for example "affine_qmv_fast<half, 64, 4, false>".
+        threads: threads of a threadgroup, as the option of the tool.
         weights: weights that a lane multiplies in one iteration of the innermost loop.
         level: the tool's optimization level.
     """
@@ -149,7 +149,7 @@ def our_slots(row: KernelCounts, group_size: int) -> float:
 
 
 def ours(form: Form, rows: int) -> float:
-    """Returns our clocks for `rows` rows: those of the cheaper one of gemv and fused."""
+    """Returns the clocks for `rows` rows of gemv or fused, whichever takes fewer."""
     gpu = AppleSiliconGPU.from_name("M4")
     problem: Problem = form.problem(rows, 4096, 4096)
     tilings = [Tiling("fused", "gemm_fused", (-(-rows // 8) * 8, FUSED_COLUMNS, FUSED_K))]

@@ -23,7 +23,7 @@ from lab.published.published_kernels import Product, mlx_takes_matrix
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 TABLE = Path(__file__).with_name("counts.csv")
-# Bytes per weight, including its share of scales. MLX's affine formats have fp16 scales and biases.
+# Bytes per weight, including its share of scales. MLX's affine formats are missing: their bytes depend on the group.
 BYTES = {"q4_0": 18 / 32, "q8_0": 34 / 32, "q4_K": 144 / 256, "q5_K": 176 / 256, "q6_K": 210 / 256, "mxfp4": 17 / 32}
 MLX_BYTES = {"mxfp4": 17 / 32, "nvfp4": 9 / 16, "mxfp8": 33 / 32}
 # (columns, simdgroups) of a threadgroup of mul_mv.
@@ -84,7 +84,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class Work:
-    """Products of `blocks` row blocks, each of `rows` rows, with one of `weights` weights of N columns."""
+    """The work of a product: `blocks` blocks of `rows` rows, each multiplied by one of `weights` weights `[K, N]`."""
 
     rows: int
     blocks: float
@@ -100,10 +100,10 @@ class Work:
         """Returns the predicted time of a kernel.
 
         Args:
-            kernel: the kernel.
-            rival: the format.
+            kernel: the counted kernel.
+            rival: the format of the weights.
             gpu: the GPU.
-            columns: columns of a threadgroup.
+            columns: columns of the product that a threadgroup computes.
             simdgroups: simdgroups of a threadgroup.
             step: weights that a lane multiplies between two waits for memory.
             clocks: clocks per weight; None means those of the kernel.

@@ -2,9 +2,9 @@
 
 The process executes some calls in single steps: the processor's trap flag raises SIGTRAP after each instruction. The
 plans of these calls are already cached. The program counts instead of measuring time, because counts repeat exactly and
-do not depend on other programs. "ours" is the extension. "PyTorch" allocates and dispatches. "stand-ins" are the
-device's Metal, Objective-C run time and MPS stream; on a Mac, Apple's and PyTorch's code runs instead. Nothing is
-committed while calls are counted, so no kernel runs.
+do not depend on other programs. The table has a column for each group of libraries: "ours" is the extension, "PyTorch"
+allocates and dispatches, and "stand-ins" are the device's Metal, Objective-C run time and MPS stream, which Apple's and
+PyTorch's code replaces on a Mac. Nothing is committed while calls are counted, so no kernel runs.
 
 With `--samples CALLS` the program measures time instead: `perf` samples the process during this many calls. The number
 of samples in the extension, times the sampling interval, is the time that the calls spend in our own code on this CPU.
@@ -130,7 +130,7 @@ def call_of(operator: str) -> Callable[[], object]:
 
 
 def mappings() -> list[tuple[int, int, str]]:
-    """Returns the executable mappings: first address, address after the last, file."""
+    """Returns the executable mappings of this process: first address, address after the last byte, file."""
     rows = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)
@@ -215,7 +215,7 @@ def main() -> None:
                 call()
             torch.mps.synchronize()
             call()
-            # The difference does not contain the cost of the loop's start and end.
+            # The difference does not contain the instructions at the start and at the end of the loop.
             once, twice = (stepped(library, call, n * options.calls) for n in (1, 2))
         torch.mps.synchronize()
         figures = [(twice[group] - once[group]) // options.calls for group in [*GROUPS, "others"]]

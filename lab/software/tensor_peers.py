@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "lab" / "notes" / "tensor-units.md"
 COLUMNS, STEP = 64, 64
 LENGTHS = (256, 512)  # the two K
-# Our format -> MLX's format of the same codes.
+# For each format of this package, MLX's format with the same codes.
 FORMATS = {
     "uint4_bias": quantized.Format("affine", 64, 4),
     "mxfp4": quantized.Format("mxfp4", 32, 4),

@@ -37,7 +37,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 class Traffic:
     """The counts of one product over all its dispatches.
 
-    Bytes read and bytes written are each counted twice: in total, and as distinct bytes.
+    "total" counts every access, "distinct" each accessed byte once.
     """
 
     variant: str

@@ -29,7 +29,7 @@ _COPIES = {
 
 
 def kind_of(operation: str) -> str:
-    """Returns the kind, one of `KINDS`, of an operation. The name has a form such as "aten.mm.default"."""
+    """Returns the kind of an operation, one of `KINDS`. `operation` is its name, for example "aten.mm.default"."""
     namespace, name = operation.split(".")[:2]
     if namespace == "torch_marlin_metal":
         return KINDS[0] if name in _PRODUCTS else KINDS[3]

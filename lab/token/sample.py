@@ -35,7 +35,7 @@ class Sample:
 
     Attributes:
         model: the model, on the CPU, with packed 4-bit layers and random weights.
-        layers: its decoder layers.
+        layers: the decoder layers of `model`.
         kinds: for each layer of the full model, the index of the sample's layer that has the same kind.
         config: the config of the whole model's decoder.
         windows: for each layer of the sample, how many tokens its attention can see, or None for all tokens.

@@ -52,8 +52,8 @@ class Row:
     """The cost of one way to choose formats.
 
     Attributes:
-        name: the way.
-        stated: the bytes that the report names, or 0 if it names none.
+        name: how the formats were chosen, for example "with a text".
+        stated: the bytes that the report of `quantize_model` names, or 0 if it names none.
         held: the bytes of the model's tensors.
         mean: the mean KL divergence from the model in floats, in nats per token. For an encoder: the distance of
             embeddings.
@@ -125,7 +125,10 @@ def quantized(model: Any, *args: Any, **options: Any) -> tuple[Any, Report]:
 
 
 def compare(one: Trained, uniform: str, group_size: int = GROUP) -> list[Row]:
-    """Compares the choices at the bytes of one format for all layers, with the vocabulary in at least 8 bits."""
+    """Compares ways to choose formats. Each way may use as many bytes as the format `uniform` for all layers.
+
+    The embedding and the output layer have at least 8 bits.
+    """
     exact = predictions(one.model, one.held_out)
     plain, _ = quantized(one.model, uniform, group_size)
     limit = module_bytes(plain)

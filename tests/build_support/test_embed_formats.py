@@ -1,4 +1,4 @@
-"""build_support/embed_formats.py writes Python's table of the weight formats, which agrees with the C++ compiler's."""
+"""The table of weight formats that build_support/embed_formats.py writes for Python agrees with the C++ compiler's."""
 
 from pathlib import Path
 

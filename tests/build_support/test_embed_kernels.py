@@ -1,6 +1,6 @@
-"""Tests the kernels' source text in the extension, which is shorter than the files.
+"""Tests the shortened source text of the kernels that the build puts into the extension.
 
-A compiler must read the same tokens from both, and each line must keep its number.
+A compiler must read the same tokens from the text as from the files, and each line must keep its number.
 """
 
 import subprocess

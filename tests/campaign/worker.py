@@ -1,7 +1,7 @@
 """Runs cases of one part. Prints a line of JSON before and after each case.
 
 python -m tests.campaign.worker PART CASE                       runs one case, and prints the traceback
-python -m tests.campaign.worker PART PREFIX NUMBER SECONDS      runs PREFIX-NUMBER and later numbers, for some time
+python -m tests.campaign.worker PART PREFIX NUMBER SECONDS      runs PREFIX-NUMBER and the cases after it, for SECONDS
 """
 
 import json

@@ -148,7 +148,7 @@ def read(folder: str) -> list[PackedWeight]:
 
 
 def eight(name: str, folder: str) -> PackedWeight:
-    """Returns the 8-bit weight of a fixture, cut to the width of the weights of `named`."""
+    """Returns the 8-bit weight of a fixture under another name."""
     (weight,) = read(folder)
     weight.name = name
     return weight

@@ -33,7 +33,7 @@ def bit_string(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def planes(values: np.ndarray, bits: int) -> np.ndarray:
-    """Packs 32 codes of each column as GPTQModel's gptq_p: words of their low bits, then words of the next bits."""
+    """Packs like GPTQModel's gptq_p: for each 32 codes of a column, words of their low bits, then of the next bits."""
     widths = {2: (2,), 3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}[bits]
     rows = []
     for block in values.reshape(-1, 32, values.shape[1]):
@@ -80,7 +80,7 @@ def assert_equal(path: Path, expected: np.ndarray, weight_format: str, **options
 
 
 def wider(bits: int, sym: bool) -> str:
-    """Returns the weight format for integers with this many bits in a file."""
+    """Returns the narrowest weight format that holds a file's integers of this many bits."""
     width = next(width for width in (4, 5, 6, 8) if width >= bits)
     return f"uint{width}b{1 << width - 1}" if sym else f"uint{width}"
 
@@ -148,7 +148,7 @@ def test_a_zero_point_of_0_borrows_in_version_1(tmp_path, rng, bits, ones) -> No
     ("bits", "group_size"), [(1, 64), (2, 32), (3, 32), (3, 64), (4, 32), (5, 64), (6, 32), (6, 8), (8, 64)]
 )
 def test_hqq(tmp_path, bits, group_size) -> None:
-    """HQQ itself packs and decodes. With 3 bits, the number of groups is not a multiple of ten."""
+    """The package hqq packs and decodes. A word has ten 3-bit codes; the number of groups is no multiple of ten."""
     torch.manual_seed(0)
     options = {"axis": 1, "compute_dtype": torch.float32, "device": "cpu", "optimize": False}
     packed, meta = Quantizer.quantize(torch.randn(N, K), nbits=bits, group_size=group_size, **options)

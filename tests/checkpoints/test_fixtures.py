@@ -130,7 +130,8 @@ def test_layer_equals_the_producers_own_weight(folder: Path) -> None:
     expected = EXPECTED[key(folder)]
     assert (weight.weight_format, weight.group_size, weight.scales.dtype) == expected
     assert tuple(reference.shape) == (weight.N, weight.K)
-    # A decoder that returns fp16 or bf16 rounds a product once, to its nearest even.
+    # Other programs' decoders that return fp16 or bf16 round each weight once, to nearest even. So does this
+    # conversion.
     decoded = weight.dequantize().t().to(reference.dtype)
     torch.testing.assert_close(decoded, reference, rtol=0, atol=0, equal_nan=True)
     if source.suffix != ".gguf":

@@ -1,4 +1,4 @@
-"""GGUF files that the gguf package writes decode to the values of the package's own dequantizers."""
+"""Decodes files that the package gguf wrote, and compares the values with those of its own dequantizers."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch_marlin_metal.checkpoints.formats.gguf_blocks import DECODERS
 from torch_marlin_metal.checkpoints.formats.gguf_orders import row_order
 from torch_marlin_metal.packed_weight import PackedWeight
 
-# The bytes of a block at which fp16 numbers start. They are not random, because random bytes can be infinite.
+# The offsets in a block at which fp16 numbers start. Random bytes there could make an infinite number.
 FP16_AT = {
     "Q4_0": [0],
     "Q4_1": [0, 2],
@@ -200,7 +200,7 @@ def test_the_scale_tensor_of_nvfp4_multiplies(tmp_path, suffix) -> None:
     ],
 )
 def test_two_matrices_that_are_one_layer_keep_their_types_and_scales(first, second, tmp_path) -> None:
-    """Types of one weight format differ in their levels of scales and in their tables.
+    """Two GGUF types of the same weight format may differ in the levels of their scales and in their tables.
 
     In NVFP4, each tensor has a scale.
     """
@@ -335,9 +335,7 @@ def test_truncated_at_every_length(tmp_path, type_name) -> None:
 
 
 def test_olmos_biases_stay_where_they_are() -> None:
-    """llama.cpp's converter of OLMo reorders the rows of q and k only in weights; its converter of Llama also in
-    biases.
-    """
+    """llama.cpp reorders the rows of q and k of OLMo only in the weights, those of Llama also in the biases."""
     heads = {"olmo.attention.head_count": 2, "llama.attention.head_count": 2}
     assert row_order("blk.0.attn_q.bias", "olmo", heads, 64) is None
     for name, architecture in (("weight", "olmo"), ("weight", "llama"), ("bias", "llama")):

@@ -1,4 +1,4 @@
-"""Whole models in GGUF files, for each architecture with a table of names: names, values, and mixed files."""
+"""Loads whole models from GGUF files, also mixed ones, for each architecture that has a table of names."""
 
 import re
 import runpy
@@ -60,7 +60,7 @@ def test_a_model_computes_what_its_decoded_weights_compute(architecture, family,
 
 
 def test_plain_projections_get_back_the_order_of_their_rows(tmp_path) -> None:
-    """Mixed files store some matrices in 16 bit. llama.cpp also reorders the rows of q and k in these."""
+    """Mixed files store some matrices in 16 bits. llama.cpp reorders the rows of such q and k, too."""
     model = model_of("llama")
     path = write(
         tmp_path / "m.gguf", "llama", model, lambda name: "F16" if "attn_q" in name or "attn_k" in name else "Q4_0"
@@ -186,7 +186,7 @@ def test_stacks_of_experts_in_floats_stay_floats(architecture, family, parts, tm
 
 
 def test_from_pretrained_loads_experts_in_floats(tmp_path) -> None:
-    """transformers neither receives these tensors nor reports them as unexpected."""
+    """transformers reports none of these tensors as unexpected or missing."""
     model = model_of("gpt_oss")
     write(tmp_path / "m.gguf", "gpt-oss", model, lambda name: "F16" if "_exps" in name or "emb" in name else "Q4_0")
     config = model_of("gpt_oss").config
@@ -218,7 +218,7 @@ def test_from_pretrained_says_it_and_loads(tmp_path, monkeypatch) -> None:
 
 
 def test_value_heads_that_fill_no_groups_make_one_matrix_floats(tmp_path) -> None:
-    """Value heads are columns of the output projection. Within groups of 32, heads of 16 cannot be reordered."""
+    """The reader reorders the output projection's columns by value heads. A head of 16 is half of a group of 32."""
     small = {"linear_value_head_dim": 16}
     model, loaded = model_of("qwen35", **small), model_of("qwen35", **small)
     path = write(tmp_path / "m.gguf", "qwen35", model)
@@ -233,9 +233,9 @@ def test_value_heads_that_fill_no_groups_make_one_matrix_floats(tmp_path) -> Non
 
 
 def test_nvfp4_of_gemma_4_has_the_scales_of_experts_in_its_own(tmp_path) -> None:
-    """llama.cpp multiplies the scales of NVFP4 by the router's, so the model's scales become 1.
+    """In NVFP4, llama.cpp multiplies each expert's scale by the router's scale of this expert, which becomes 1.
 
-    With Q4_0, they stay.
+    In Q4_0, the router keeps its scales.
     """
     scales, nvfp4 = torch.tensor([0.5, 1.0, 2.0, 3.0]), GGMLQuantizationType.NVFP4
     for kind, router in ((nvfp4, torch.ones(4)), (GGMLQuantizationType.Q4_0, scales)):
@@ -268,10 +268,10 @@ def test_the_page_lists_the_architectures() -> None:
 
 
 def test_what_both_projects_have_is_read_or_refused_with_a_reason() -> None:
-    """Architectures whose names in gguf and transformers are equal, except for punctuation and a suffix."""
+    """Checks the architectures whose names in gguf and transformers are equal, except for punctuation and a suffix."""
     page = (ROOT / "docs" / "formats" / "checkpoints.md").read_text()
-    refused = page.partition("Some architectures that llama.cpp and transformers have in common are not read:")[2]
-    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", refused.partition("\n\ntransformers gives")[0], re.MULTILINE)
+    refused = page.partition("Some architectures that both llama.cpp and transformers support are not read:\n\n")[2]
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", refused.partition("\n\n")[0], re.MULTILINE)
     stated = {name for row in rows[1:] for name in row.split(", ")}
     theirs = {re.sub("[^a-z0-9]|text$", "", kind) for kind in MODEL_MAPPING_NAMES}
     both = {name for name in MODEL_ARCH_NAMES.values() if re.sub("[^a-z0-9]", "", name) in theirs}

@@ -1,4 +1,4 @@
-"""Simulates a power failure at every moment of a conversion that loses any of the unsynced writes."""
+"""Simulates power failures at every moment of a conversion. Each failure loses some of the unsynced writes."""
 
 import random
 import sys
@@ -54,7 +54,7 @@ def record(source: Path, folder: Path, *, sync: bool) -> list[Event]:
 
 
 def failures(events: list[Event], losses: tuple[str, ...], seeds: int = 1) -> list[tuple[str, dict[str, Any]]]:
-    """Yields the folders that a power failure may leave, each with a description of the moment and the loss."""
+    """Returns the folders that a power failure may leave, each with a text that names the moment and the loss."""
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for count in range(len(events) + 1):
         root = replay(events[:count])
@@ -109,7 +109,7 @@ def test_with_sync_no_finished_shard_is_converted_again(source, tmp_path) -> Non
 
 
 def test_without_sync_lost_files_are_refused_or_written_again(source, tmp_path) -> None:
-    """Without sync, a power failure may leave names without bytes. Such a file is never read as a weight."""
+    """Without sync, a power failure may leave a file's name without its bytes. Such a file is not read as a weight."""
     whole = write(source, tmp_path / "whole")
     events = record(source, tmp_path / "recorded", sync=False)
     assert not [event for event in events if event[0] == "sync"]

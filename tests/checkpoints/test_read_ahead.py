@@ -1,4 +1,4 @@
-"""Tensors that threads read in advance have the same bytes and errors as otherwise, and use bounded memory."""
+"""Tensors that threads read in advance have the same bytes and errors as without threads, and need bounded memory."""
 
 import os
 import threading
@@ -26,7 +26,7 @@ LIMIT = 9000
 
 @pytest.fixture
 def groups(tmp_path) -> dict[int, list[TensorInfo]]:
-    """Writes two files. A group has tensors of both, and every fourth tensor is in no group."""
+    """Writes two files. Each returned group has tensors of both files; every fourth tensor is in no group."""
     infos: list[TensorInfo] = []
     for part in "ab":
         tensors = {
@@ -41,7 +41,7 @@ def groups(tmp_path) -> dict[int, list[TensorInfo]]:
 
 
 def small_pieces(monkeypatch) -> None:
-    """Makes batches, calls and the limit so small that each boundary is inside a tensor of the test."""
+    """Makes batches and system calls so small that their boundaries are inside tensors of the test."""
     for name, size in {"BATCH_BYTES": 2000, "CALL_BYTES": 700, "CALL_BUFFERS": 3}.items():
         monkeypatch.setattr(read_ahead, name, size)
 
@@ -72,7 +72,7 @@ def test_the_tensors_are_those_of_the_files(groups, order, most, monkeypatch) ->
 
 
 def test_memory_is_bounded(groups, monkeypatch) -> None:
-    """Tasks start only while the tensors that wait for the caller are below the limit."""
+    """A thread starts a read only while the tensors that wait for the caller have fewer bytes than the limit."""
     small_pieces(monkeypatch)
     read: list[int] = []
     original = read_ahead._read
@@ -160,6 +160,6 @@ def test_layers_that_the_model_lacks_make_room_for_others(tmp_path, monkeypatch)
     monkeypatch.setattr(ReadAhead, "take", lambda self, index: taken.setdefault(index, take(self, index)))
     AutoModel.from_pretrained(tmp_path)
     assert len(taken) == len(reader)
-    order = list(taken)  # before the load, the loader tries these layers without the threads
+    order = list(taken)  # begins with the layers that the loader tries before the load, without the threads
     assert order.index(head) < len(order) - 1
     assert all(taken[index] for index in order[order.index(head) :])

@@ -1,4 +1,4 @@
-"""Uncommon settings, containers and layouts: versions, shards, pickles, wrappers, other widths."""
+"""Reads uncommon settings, containers and layouts: versions, shards, pickles, wrappers, other widths."""
 
 import json
 import os
@@ -205,7 +205,7 @@ def test_mlx_layers_under_other_methods(tmp_path, rng, method) -> None:
 
 
 def test_compressed_tensors_zero_points_that_are_not_packed(tmp_path, rng) -> None:
-    """Old versions, and the strategy "tensor", which has a single scale, store int8 zero points."""
+    """Old versions store int8 zero points. So does the strategy "tensor", which has a single scale."""
     expected = writers.write_compressed_tensors(tmp_path, rng, K, N, -1, sym=False)
     packed = load_file(tmp_path / "model.safetensors")[f"{LAYER}.weight_zero_point"]
     points = unpack_codes(packed)[:N].to(torch.int8) - 8

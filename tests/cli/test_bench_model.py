@@ -55,7 +55,7 @@ def test_each_test_is_timed_from_an_empty_cache_in_single_steps(folder, monkeypa
 
 
 def test_the_table_and_a_wrong_use(folder, device, monkeypatch):
-    # skips the compile, because most of its kernels are for other prompts
+    # does not compile in advance, because most of these kernels would be for other prompts
     monkeypatch.setattr(quantizer, "prepare", lambda model, progress: 0)
     line = ["bench", str(folder), "--new-tokens", "2", "--rounds", "3", "--device", device, "--weight-format", "uint4"]
     done = CliRunner().invoke(app, line)

@@ -186,7 +186,7 @@ def many_layers(path: Path) -> Path:
     return path
 
 
-# 24 layers of 69 kB each. A shard has at most 1 MB and starts with a header of 262 kB.
+# A shard has at most 1 MB and starts with a header of 262 kB, so the 24 layers of 69 kB each fill several shards.
 QUANTIZE = ("--include", "*", "--shard-mb", "1")
 
 

@@ -169,10 +169,10 @@ UNUSED = ("first product again",)
 
 
 def kinds(everything: bool) -> list[doctor_variants.Kind]:
-    """Returns every kind of product that the check of variants compares, or only two of them.
+    """Returns every kind of product that the check of variants compares, or a sample of two.
 
-    The sample has zeros and a lookup table. The quick check multiplies in float16, and tests/kernels compares every
-    format with fp64.
+    One kind of the sample has zero points, the other a lookup table. Float16 is left out, because the quick check uses
+    it. tests/kernels compares every format with fp64.
     """
     sample = [("uint4", "bfloat16"), ("lut4", "float32")]
     return list(doctor_variants.EVERY_KIND) if everything else sample
@@ -235,7 +235,7 @@ def test_the_check_of_variants_names_each_wrong_product(monkeypatch):
 @pytest.mark.large
 @pytest.mark.skipif(sys.platform == "darwin", reason="makes the software Metal device an M5")
 def test_every_variant_of_an_m5(everything):
-    # All chips have the other kernels; the check on the device's M1 compares them for two kinds.
+    # All chips share the other kernels. The check of the device as an M1 compares these for two kinds.
     compared = kinds(True) if everything else [("uint4", "bfloat16")]
     program = "import json\nfrom torch_marlin_metal.cli.doctor_variants import compare\n"
     program += f"print(json.dumps(compare({compared})))"

@@ -199,7 +199,7 @@ def heed_ctrl_c() -> None:
 
 @pytest.mark.parametrize("way", ["module", "script", "another program"])
 def test_ctrl_c_while_torch_is_loaded(tmp_path, way):
-    """The signal arrives while a replacement of torch waits in its import."""
+    """A module `torch` that waits takes the place of torch, so that the signal arrives during the import."""
     (tmp_path / "torch.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(100)\n")
     script = tmp_path / ("torch-marlin-metal" if way == "script" else "program.py")
     script.write_text("from torch_marlin_metal.cli.main import main\nmain()\n")

@@ -82,7 +82,8 @@ CONTEXT, TOKENS = 160, 96
 RUNS = {
     "llama": (LlamaConfig(**SMALL), "floats", 0),
     "gemma2": (Gemma2Config(**SMALL, sliding_window=32), "uint4b8", 0),
-    # The CPU copies the interleaved halves of the experts' first products; the GPU's kernel reads them in place.
+    # On the CPU, the run also copies the interleaved halves of the experts' first products. The GPU's kernel reads
+    # these in place, so the prediction leaves out the copies.
     "gpt-oss": (
         GptOssConfig(
             **SMALL | {"intermediate_size": 512}, num_local_experts=2, num_experts_per_tok=2, sliding_window=32

@@ -48,7 +48,7 @@ def words(ids: list[int]) -> str:
 
 
 def test_the_text_is_that_of_a_plain_loop_in_floats_and_in_4_bit(folder, device, monkeypatch):
-    # skips the compile, because most of its kernels are for longer prompts
+    # does not compile in advance, because most of these kernels would be for longer prompts
     monkeypatch.setattr(quantizer, "prepare", lambda model, progress: 0)
     floats, packed = ((), None), (("--weight-format", "uint4"), MarlinConfig("uint4"))
     for option, config in (floats, packed) if device == "cpu" else (packed,):

@@ -54,7 +54,7 @@ def call(*arguments: object, device: str = "cpu") -> tuple[int, str, str]:
 
 
 def test_each_measure_is_that_of_a_plain_loop_in_fp64(folder, text, device, monkeypatch):
-    # skips the compile, because most of its kernels are for other prompts
+    # does not compile in advance, because most of these kernels would be for other prompts
     monkeypatch.setattr(quantizer, "prepare", lambda model, progress: 0)
     path, ids = text
     line = [folder, path, "--context", CONTEXT, "--weight-format", "nf4", "--against", folder, "--json"]

@@ -53,7 +53,7 @@ void test_activations(Isa isa) {
         const bool has_limit = activation == Activation::clamped_silu || activation == Activation::limited_silu;
         const double size =
             std::fabs(has_limit ? std::min(gates[i], kLimit) : gates[i]) * (std::fabs(static_cast<double>(u[i])) + 1);
-        // The activation of a huge negative gate is 0, so the bound is relative to the result instead.
+        // For a huge gate, the bound is relative to the result, which is 0 if the gate is negative.
         const bool is_huge = std::fabs(gates[i]) > 1e9F;
         const double bound = is_huge ? 1e-6 * std::fabs(want) : std::ldexp(16.0, -24) * size;
         const bool agrees = std::isnan(gates[i]) ? std::isnan(g[i]) : std::fabs(g[i] - want) <= bound + 1e-30;

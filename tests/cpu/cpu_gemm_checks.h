@@ -45,8 +45,7 @@ inline cpu::CpuPlan plan_of(const Machine& machine, const Tensors& t, Precision 
 }
 
 // Returns the arithmetic error that the bound allows, as a fraction of sum_k size(a_k) |w_k|. The error is larger if
-// weights are rounded, or if fp32 activations are split into two bf16 parts, which keep 16 of 24 bits. The single
-// part
+// weights are rounded, or if fp32 activations are split into two bf16 parts, which keep 16 of 24 bits. The single part
 // of "int8" keeps 8 bits.
 inline double error_unit(const cpu::CpuPlan& plan, const Tensors& t) {
   if (cpu::rounds(plan.kernel)) return unit_roundoff(ElementType::bfloat16) + 16 * 0x1p-24;

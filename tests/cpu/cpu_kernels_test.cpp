@@ -362,6 +362,7 @@ void run_tests(const Machine& machine, int rounds) {
   for (const WeightFormat format : {WeightFormat::mxfp4, WeightFormat::mxfp8})
     test_every_coded_scale(machine, format);
   test_non_finite_codes(machine);
+  test_every_e4m3_code(machine);
   test_outliers(machine);
   test_largest_bytes(machine);
   test_partition(machine);

@@ -1,5 +1,4 @@
-// Makes each allocation of a call fail in turn. The call must throw std::bad_alloc, and later calls must be right.
-// Uses
+// Makes each allocation of a call fail in turn. The call must throw std::bad_alloc, and later calls must be right. Uses
 // no torch. The output and the exit code are like those of cpu_kernels_test.cpp.
 #include <algorithm>
 #include <cstddef>
@@ -57,8 +56,7 @@ Bytes copied(const void* data, size_t size) {
   return {bytes, bytes + size};
 }
 
-// For each n, runs the smaller call, then the larger call with its n-th allocation failing, and then both again.
-// Each n
+// For each n, runs the smaller call, then the larger call with its n-th allocation failing, and then both again. Each n
 // runs in a new thread, because a thread keeps its working memory and later calls would allocate less.
 void fail_each_allocation(const std::string& what, const Call& smaller, const Call& larger) {
   const Bytes small_result = smaller(), large_result = larger();

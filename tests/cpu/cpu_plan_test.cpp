@@ -182,8 +182,7 @@ void test_choices() {
   }
 }
 
-// Checks when the planner chooses half chunks: on AMD's CPUs, for one row of 16-bit activations with many columns,
-// and
+// Checks when the planner chooses half chunks: on AMD's CPUs, for one row of 16-bit activations with many columns, and
 // for one row with codes of 8 bits, except in byte_split with many threads.
 void test_chunks() {
   using enum ElementType;

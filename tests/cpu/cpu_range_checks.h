@@ -41,11 +41,9 @@ inline double check_range(const Machine& machine, const Activations& activations
   return check_size(machine, t, activations.precision, "activations of size " + std::to_string(std::log10(size)));
 }
 
-// Tests table entries that bf16 can and cannot represent. The activations have two magnitudes, so that products of
-// bf16
-// parts are subnormal in some cases and normal in others. All other activations are 0: only one in 32, or one in a
-// row,
-// is not. No larger product can then hide the error of a product that was flushed to 0.
+// Tests table entries that bf16 can and cannot represent. The activations have two magnitudes, so that products of bf16
+// parts are subnormal in some cases and normal in others. Only one activation in 32, or one in a row, is not 0, so that
+// no larger product can hide the error of a product that was flushed to 0.
 inline void test_small_codes(const Machine& machine) {
   constexpr double kSmallParts = 1 + 0x1.cp-21;
   for (const double size : {0x1p-30, 0x1p-20, 0x1p-6, 0x1p-4, 1.0}) {
@@ -95,6 +93,34 @@ inline void test_non_finite_codes(const Machine& machine) {
                  [&] { return name(machine) + " " + describe(c) + ": columns with an infinite or a NaN table entry"; });
         }
       }
+    }
+  }
+}
+
+// Tests each E4M3 code alone among normal codes, because e4m3_row.h decodes normal codes in another way than the rest.
+// All activations are 0 except the code's own, so that its error is compared with its own size.
+inline void test_every_e4m3_code(const Machine& machine) {
+  for (const ElementType a_type : kFloats) {
+    Case c = case_of(WeightFormat::float8_e4m3, 1, a_type);
+    c.N = 75;
+    Tensors t = make(c);
+    for (int64_t i = 0; i < 4 * t.words.count(); ++i)
+      if ((t.words.data()[i] & 0x78) == 0) t.words.data()[i] |= 0x08;
+    for (int code = 0; code < 256; ++code) {
+      const int64_t k = code * 5 % c.K, n = code * 7 % c.N;
+      char& at = t.words.data()[(k / 4 * c.N + n) * 4 + k % 4];
+      const char normal = std::exchange(at, static_cast<char>(code));
+      for (int64_t i = 0; i < c.K; ++i)
+        t.a.set(i, i == k ? 1.5 : 0);
+      if ((code & 0x7F) != 0x7F) {
+        check_gemm(machine, t, Precision::highest, {.what = "code " + std::to_string(code)});
+      } else {
+        const Array out = run(machine, t);
+        for (int64_t i = 0; i < c.N; ++i)
+          expect(std::isnan(out.get(i)) == (i == n),
+                 [&] { return name(machine) + " " + describe(c) + ": a NaN code, column " + std::to_string(i); });
+      }
+      at = normal;
     }
   }
 }

@@ -227,7 +227,7 @@ struct Tensors {
       case WeightFormat::uint5b16: {
         const int offset = c.format == WeightFormat::uint5b16 ? 16 : 128;
         w = (q - offset) * scales.get(at);
-        // Kernels with byte dot products sum raw codes.
+        // Kernels with byte dot products sum raw codes and subtract the offset later.
         size = std::fabs(scales.get(at)) * (q + offset);
         break;
       }
@@ -399,8 +399,8 @@ inline std::string describe(const Case& c) {
          " row_stride=" + std::to_string(c.row_stride) + " seed=" + std::to_string(c.seed);
 }
 
-// The formats of Tensors::weight(). No instruction set distinguishes formats of the same kinds; the tests in Python
-// test all formats.
+// The formats of Tensors::weight(). Kernels treat formats of the same kinds of codes and scales alike, so these are
+// enough here; the tests in Python test all formats.
 inline constexpr WeightFormat kReferenceFormats[] = {
     WeightFormat::uint4b8, WeightFormat::uint4, WeightFormat::uint4_bias, WeightFormat::float4_e2m1,
     WeightFormat::nvfp4,   WeightFormat::mxfp4, WeightFormat::lut4,       WeightFormat::uint8b128,

@@ -24,7 +24,7 @@ class Names:
         enumeration: the names' type in C++. C++ files outside of `tables` must not write its enumerators at all.
         names: the names as text. Code may pass and store them, but not compare them.
         is_chosen: whether C++ may write an enumerator to choose it, for example where a plan names its kernel, but not
-            to compare. Python is then not checked, because a word such as "dequantize" means an option there.
+            to compare. In this case Python is not checked, because a word such as "dequantize" means an option there.
         tables: files of csrc/ and kernels/ that have a row for each name.
         left: the number of comparisons that each file of the package still has. A number may only shrink; remove zeros.
     """

@@ -2,9 +2,9 @@
 
     python tests/dependencies/toy_format.py NAME COMPILER
 
-The Python files, the kernels and the tests' reference are those of the working directory. Only the software Metal
-device is this repository's. Python quantizes a weight; the kernels and the CPU's decoder compute with weights of the
-reference.
+The Python files, the kernels and the tests' reference come from the tree in the working directory, and only the
+software Metal device comes from this repository. Python quantizes a weight; the kernels and the CPU's decoder compute
+with weights of the reference.
 """
 
 import os
@@ -70,8 +70,8 @@ def check_cpu(name: str, compiler: str) -> None:
 def check_metal(name: str) -> None:
     """Checks products and dequantize on the software Metal device.
 
-    The product of an offset that is no power of two with an fp32 scale may round. Codes that are all equal to the offset
-    show this, because their weights are 0.
+    If the offset is not a power of two, its product with an fp32 scale may be rounded. Codes equal to the offset show
+    such a rounding, because their weights must be 0.
     """
     half, single = torch.float16, torch.float32
     product = Problem(name, 3, 40, 136, 32, half)

@@ -2,8 +2,8 @@
 
     python tests/dependencies/toy_kernel.py NAME
 
-The kernels and the tests' reference are those of the working directory. Only the software Metal device is this
-repository's. The kernel must be launched like gemv with one row per threadgroup.
+The kernels and the tests' reference come from the tree in the working directory, and only the software Metal device
+comes from this repository. The kernel must be launched like gemv with one row per threadgroup.
 """
 
 import os

@@ -261,7 +261,7 @@ def test_named_tests_exist(page):
 
 
 def test_each_promise_names_a_test_that_exists():
-    """A row of the table names a file below tests/, "the same" as the row above, or a part of the campaign."""
+    """Each row names a file below tests/ or a part of the campaign, or says "the same" as in the row above."""
     promises = (ROOT / "docs" / "use" / "reliability.md").read_text().split("## Promises\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \|.*\|(.*)\|$", promises, flags=re.MULTILINE)[1:]
     assert len(rows) > 20

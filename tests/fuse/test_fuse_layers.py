@@ -50,9 +50,7 @@ CALLS = [{}, {"tokens": 4}, {"is_static": True}, {"is_static": True, "batch": 2,
 
 
 def documented() -> dict[str, list[int]]:
-    """Reads the table in docs/use/fused-layers.md: operations of each family before fusing, and of `CALLS` after
-    fusing.
-    """
+    """Reads each family's operations in docs/use/fused-layers.md: before fusing, and after it for each of `CALLS`."""
     page = (Path(__file__).parents[2] / "docs/use/fused-layers.md").read_text()
     rows = re.findall(r"^\| (\w+) ((?:\| \d+ ){5})\|$", page, flags=re.MULTILINE)
     return {family: [int(number) for number in re.findall(r"\d+", numbers)] for family, numbers in rows}

@@ -32,7 +32,7 @@ def activations(*shape: int) -> torch.Tensor:
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Compares within rounding, because exp differs between dispatches. A NaN fails, as in unwritten memory."""
+    """Compares within rounding, because exp differs between dispatches. A NaN, as of unwritten memory, fails."""
     return torch.allclose(found.cpu().float(), expected.float(), rtol=1e-2, atol=1e-2)
 
 

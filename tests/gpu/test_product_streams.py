@@ -23,7 +23,7 @@ Product = Callable[[], torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def no_commits(mps):
-    """Prevents commits. All kernels then run at the end, and would overwrite a workspace that two streams share."""
+    """Prevents commits, so that all kernels run at the end. Two streams that share a workspace would overwrite it."""
     interval = tuning.commit_interval()
     tuning.set_commit_interval(0)
     yield

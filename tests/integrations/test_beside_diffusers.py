@@ -1,4 +1,4 @@
-"""After the import, diffusers loads and saves the same as without it: floats, and the directories of every method."""
+"""Importing this package does not change what diffusers loads and saves: floats and directories of every method."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""After the import, peft gives the same results for float models: every adapter, its gradients and its file."""
+"""Importing this package does not change peft's results for float models: every adapter, its gradients and its file."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""After the import, transformers loads the same as without it, for every method that it reads on a CPU."""
+"""Importing this package does not change what transformers loads, for every method that it reads on a CPU."""
 
 import json
 import logging

@@ -90,7 +90,7 @@ class Checked:
     def _check(self, exact: nn.Linear, layer: MarlinLinear):
         weight, bias = to_numpy(exact.weight.detach()).T, to_numpy(exact.bias.detach())
         held, offset = layer.to_packed().one_level(), WEIGHT_FORMATS[layer.weight_format].fixed_offset
-        most = abs(weight)  # plus the offset that a kernel adds and later subtracts
+        most = abs(weight)  # the loop below adds the offset that a kernel adds and later subtracts
         for factor, values in ((offset, held.scales), (1, held.zeros)):
             if factor and values is not None:
                 spread = values.cpu().float().repeat_interleave(layer.group_size, 0)[: layer.in_features]

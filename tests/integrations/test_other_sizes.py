@@ -1,4 +1,4 @@
-"""`ignore_mismatched_sizes`: the model's class initializes a packed layer of another size than the model's."""
+"""With `ignore_mismatched_sizes`, the model's class initializes a layer whose size in the checkpoint differs."""
 
 import pytest
 import torch

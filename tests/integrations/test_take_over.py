@@ -72,7 +72,7 @@ def test_an_old_peft_is_named_when_it_is_imported(monkeypatch) -> None:
 
 
 def test_the_import_works_after_that_of_a_module_of_transformers() -> None:
-    """The package of transformers can then lack the module's attribute."""
+    """transformers may then not have the imported module as an attribute."""
     first = "import transformers.modeling_gguf_pytorch_utils, transformers.modeling_utils, transformers.trainer_utils"
     lacking = 'assert not {"modeling_gguf_pytorch_utils", "modeling_utils"} & vars(transformers).keys()'
     done = run_python("-c", f"{first}\n{lacking}\nimport torch_marlin_metal.integrations.transformers")

@@ -11,9 +11,7 @@ from torch_marlin_metal.layers.packed_layer import PackedLayer
 
 
 def q4_k_m_of_gemma(name: str) -> str:
-    """Returns types by llama.cpp's recipe for a mixture whose down projections are no multiple of 256, as in Gemma 4
-    26B.
-    """
+    """Returns llama.cpp's types for a mixture in which K of down is no multiple of 256, as in Gemma 4 26B."""
     if "down_exps" in name:
         return "Q8_0" if "blk.0" in name else "Q5_0"
     return "Q6_K" if name.startswith("token_embd") else ranks.q4_k_m(name)

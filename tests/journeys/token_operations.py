@@ -44,7 +44,7 @@ def fill(text: Any) -> None:
 def model_of(family: str, layers: int | None = None) -> Any:
     """Returns a tiny random model in 4 bit.
 
-    It has `layers` layers of attention, or the family's default number if None.
+    The model has `layers` layers of attention. With None, it has the family's default number.
     """
     config = shrunken(family)
     cls = class_of(family)

@@ -20,7 +20,14 @@ from tests.kernels.test_kernel_products import (
 from tests.kernels.test_kernel_values import RUNS, widest
 from tests.support import reference
 from tests.support.kernels.cases import problem
-from tests.support.kernels.problems import Inputs, check, make_inputs, run_dequantize
+from tests.support.kernels.problems import (
+    Inputs,
+    check,
+    check_dequantize,
+    make_inputs,
+    run_dequantize,
+    run_embedding,
+)
 from tests.support.kernels.tiles import STAGED, STRIPED
 
 # Formats of 5 and 6 bits differ from each other and from formats of 8 bits only in the planes, so a sample is enough.
@@ -32,6 +39,7 @@ KERNELS = {
     STAGED[0]: (TILE_AXES, TILE_LAUNCH),
     STRIPED[0]: (TILE_AXES, TILE_LAUNCH),
 }
+BLOCKS = {"weight_format": "float8_e4m3", "group_size": 128, "block_scales": True}
 
 
 def every_code(K: int, N: int, weight_format: str) -> np.ndarray:
@@ -62,6 +70,22 @@ def test_shapes_agree_with_fp64(kernel: str, weight_format: str) -> None:
     fields["weight_format"] = weight_format
     options = {name: fields.pop(name) for name in launch} | {"kernel": kernel}
     check(p := problem(**fields), run(problem=p, **options), raw_codes=kernel == "gemv")
+
+
+@pytest.mark.parametrize("scales_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", [name for name in RUNS if not name.endswith("_or_form")])
+def test_scales_of_blocks(kernel: str, scales_dtype: torch.dtype) -> None:
+    """The last group is short, and simdgroups begin inside a block of columns."""
+    p = problem(5, 384, 328, dtype=widest(kernel), bias_dtype=torch.float16, scales_dtype=scales_dtype, **BLOCKS)
+    check(p, RUNS[kernel](p), raw_codes=kernel == "gemv")
+
+
+def test_rows_and_columns_decode_with_scales_of_blocks() -> None:
+    p = problem(1, 384, 328, dtype=torch.float32, scales_dtype=torch.float32, **BLOCKS)
+    check_dequantize(p)
+    ids = torch.tensor([0, 127, 128, 383])
+    error = reference.to_numpy(run_embedding(p, ids)) - make_inputs(p).weight.exact.T[ids]
+    assert (np.abs(error) <= 2.0**-23 * make_inputs(p).weight.magnitude.T[ids]).all()
 
 
 @pytest.mark.parametrize("kernel", RUNS)

@@ -66,6 +66,7 @@ def mixture(
     scale = {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
     if options.pop("two_levels", False):
         scale |= {"scales_dtype": torch.uint8, "zeros_dtype": torch.uint8, "super_dtype": HALF}
+    scale |= {"block_scales": options.pop("block_scales", False)}
     held = make_experts(weight_format, E, K, N, group, use_perm=options.pop("use_perm", False), **scale)
     chosen = torch.tensor(ids)
     rng = np.random.default_rng([K, N])
@@ -105,7 +106,13 @@ def case_of_planes(kernel: str, **options: int | str) -> None:
     check(mixture("uint5_bias", HALF, IDS[:4], E=3, K=72, N=36), kernel, **options)
 
 
-PRODUCTS = [case_of_one_sum, case_of_pairs, case_of_planes]
+def case_of_blocks(kernel: str, **options: int | str) -> None:
+    """The scales of an expert are those of blocks, so they are 128 times fewer than columns."""
+    blocks = {"group_size": 128, "block_scales": True}
+    check(mixture("float8_e4m3", HALF, IDS[:4], E=3, K=264, N=256, **blocks), kernel, **options)
+
+
+PRODUCTS = [case_of_one_sum, case_of_pairs, case_of_planes, case_of_blocks]
 KERNELS = [
     ("moe_gemv", {"simdgroups": 2}),
     ("moe_gemv_blocks", {"rows": 4, "simdgroups": 2}),

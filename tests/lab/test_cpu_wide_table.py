@@ -1,4 +1,4 @@
-"""The limits of the cells in the CPU's table, from invented measurements; and instructions counted by single steps."""
+"""Tests which limit lab's CPU table finds for invented measurements, and its counts of instructions by single steps."""
 
 import platform
 import sys

@@ -1,4 +1,4 @@
-"""lab.whole_models.fit compares choices at the same bytes; a choice with a text is no worse, for a trained model."""
+"""lab.whole_models.fit: for a trained model, choosing formats by a text is no worse than one format of equal bytes."""
 
 from examples import writer
 from lab.whole_models import fit

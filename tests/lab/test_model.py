@@ -59,7 +59,6 @@ def tiling_of(row: dict[str, str]) -> model.Tiling:
 
 @pytest.fixture
 def counts_of_the_cpp_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Replaces the table of counts by that of the C++ model."""
     monkeypatch.setattr(counts, "TABLE", Path(__file__).parent / "cpp_counts.csv")
     tables = (counts.rows, counts._find)
     for table in tables:
@@ -88,7 +87,7 @@ def test_every_row_of_the_cpp_model_is_predicted(counts_of_the_cpp_model: None) 
 
 
 def test_the_tilings_of_the_cpp_model_are_candidates() -> None:
-    """For less than 512 k, the C++ model split K of fused into fewer than four slices; now four is the minimum."""
+    """For K below 512, the C++ model cut K of fused into fewer than four slices. Now four is the minimum."""
     for row in ROWS:
         if row["variant"] == "fused" and int(row["K"]) < 512:
             continue
@@ -189,7 +188,7 @@ def test_a_format_with_the_same_codes_uses_the_counted_ones_row() -> None:
 
 
 def test_scales_of_two_levels_take_the_bits_of_their_codes() -> None:
-    """Q4_K and IQ4_XS: codes of scales in bytes, and an fp16 scale for 256 k."""
+    """In Q4_K and IQ4_XS, the code of a scale takes a byte, and 256 k share an fp16 scale."""
     for fmt, scales, bits in (("uint4_bias", "uint8", 4.625), ("lut4", "int8", 4.3125), ("uint4b8", None, 4.5)):
         problem = model.Problem(1, 4096, 14336, fmt, 32, scales=scales)
         assert problem.weight_bytes * 8 / (4096 * 14336) == bits, fmt

@@ -23,7 +23,7 @@ def test_one_row_takes_the_time_of_its_bytes() -> None:
 
 
 def test_the_published_times_of_mlx_on_an_m3_max() -> None:
-    """17408 x 5120, affine 4 bit, groups of 64, one to 32 rows: the first and last entries of lab/published's list."""
+    """One row and 32 rows, the first and last in lab/published's list: 17408 x 5120, affine 4 bit, groups of 64."""
     rival = Rival("MLX", "affine4", 64)
     assert seconds(rival, 1, 17408, 5120, M3_MAX) == pytest.approx(0.129e-3, rel=0.12)
     assert seconds(rival, 32, 17408, 5120, M3_MAX) == pytest.approx(0.513e-3, rel=0.12)

@@ -26,7 +26,7 @@ def test_quantizing_keeps_each_weight_within_half_a_step(weight_format):
     steps = scales.repeat_interleave(32, 0).T
     if weight_format in ("float8_e4m3", "mxfp8"):  # three mantissa bits, and 2^-9 between the smallest codes
         steps = torch.maximum(w.abs() / 8, steps * 2.0**-9)
-        # floor() of the exponent of MX formats lets the largest codes saturate at 448
+        # MX formats round the exponent of the scale down, so the largest codes saturate at 448
         steps = torch.maximum(steps, 2 * (w.abs() - scales.repeat_interleave(32, 0).T * 448))
     error = (packed.dequantize().T - w).abs()
     assert (error <= 0.5001 * steps).all(), (error / steps).max()

@@ -70,7 +70,7 @@ def test_the_own_format_keeps_them(tmp_path, weight_format) -> None:
 
 @pytest.mark.parametrize("weight_format", ["uint5b16", "uint6b32"])
 def test_parts_of_codes_in_two_planes_of_the_own_format(tmp_path, weight_format) -> None:
-    """A part begins with a word of `b_high`, or the complete layer is read: 48 rows end inside a word of 32."""
+    """Only parts that begin with a word of `b_high` are read: 48 rows would end inside a word of 32 rows."""
     made = reference.make_weight(weight_format, 96, 24, 16)
     weight = PackedWeight(made.b_packed, made.scales, **made.arguments)
     exporter = NativeExporter()
@@ -89,7 +89,7 @@ def test_parts_of_codes_in_two_planes_of_the_own_format(tmp_path, weight_format)
 
 @pytest.mark.parametrize(("K", "count"), [(1024, 2), (1024, 8), (384, 3)])
 def test_parts_of_8_bit_codes_of_the_own_format(tmp_path, K, count) -> None:
-    """The number of codes in a word follows only from the number of blocks of the super scales."""
+    """The reader knows how many codes a word has only from the number of blocks of the super scales."""
     weight = weight_of("uint8b128", K=K, group=16)
     exporter = NativeExporter()
     tensors = {f"a.{name}": tensor for name, tensor in exporter.own_tensors(weight, "a").items()}

@@ -339,7 +339,8 @@ def test_a_case_ends_as_the_page_says(name, entry_point, tmp_path, request) -> N
 def test_two_loads_in_two_threads_give_the_same(entry_point, tmp_path) -> None:
     made, other = saved(tied=entry_point not in UNTIED), saved(tied=True)
     path, second = made.write(tmp_path / "first"), other.write(tmp_path / "second")
-    # While a library creates a model, it replaces functions of torch in all threads, so this model is created before.
+    # While a library creates a model, it replaces functions of torch in all threads. This model is created before the
+    # threads start, so that it gets torch's own functions.
     own = entry_points.SmallNet(entry_points.net_config(second)).float()
     loads = [(lambda: ENTRY_POINTS[entry_point](path), made), (lambda: entry_points.into(own, second, {}), other)]
     found: dict[int, torch.Tensor] = {}

@@ -141,7 +141,7 @@ def test_the_warning_comes_before_anything_is_loaded(load, tmp_path, monkeypatch
 
 
 def test_a_part_that_is_tiny_needs_no_warning(tmp_path) -> None:
-    """For example, a gate that its producer stored in another format."""
+    """An example of a tiny part is a gate that its producer stored in another format."""
     write(tmp_path, lambda weight: packed(weight, 4), scheme("mixed-precision", 4))
     file = tmp_path / "model.safetensors"
     state = load_file(file)
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_8_bit_computes_what_transformers_computes_of_its_floats
 
 @pytest.mark.parametrize("load", [by_load_quantized, by_from_pretrained])
 def test_scales_of_caches_and_activations_are_left_out_with_one_line(load, tmp_path, monkeypatch) -> None:
-    """ModelOpt, compressed-tensors and torchao store such scales; this package's caches and activations are floats."""
+    """ModelOpt, compressed-tensors and torchao store such scales. Caches and activations of this package are floats."""
     write(tmp_path, fp8, MODELOPT | {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"})
     file, told = tmp_path / "model.safetensors", []
     state = load_file(file)

@@ -10,7 +10,7 @@ import torch_marlin_metal as tmm
 from tests.support.programs import run_python
 
 FAMILIES = [isa for isa in tmm.cpu_capability().available if isa != tmm.cpu_capability().isa]
-FILES = ("test_gemm.py", "test_eight_bits.py", "test_int8_activations.py")
+FILES = ("test_gemm.py", "test_eight_bits.py", "test_int8_activations.py", "test_block_scales.py")
 MODULES = [str(Path(__file__).with_name(name)) for name in FILES]
 VARIABLE = "TORCH_MARLIN_METAL_CPU_ISA"
 
@@ -22,9 +22,9 @@ def run_forced(isa: str, *command: str) -> CompletedProcess[str]:
 
 @pytest.mark.parametrize("isa", FAMILIES)
 def test_numerics_hold_for(isa, everything):
-    wide = "nan_codes or minus_118 or (e4m3 and products_are) or rounded_activations"
+    wide = "nan_codes or minus_118 or (e4m3 and products_are) or rounded_activations or products_of_blocks"
     selection = (
-        "cpu or minus_118 or rounded_activations"
+        "cpu or minus_118 or rounded_activations or of_blocks"
         if everything
         else f"cpu-24- or cpu-136- or dequantize_rounds or {wide}"
     )

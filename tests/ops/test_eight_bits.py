@@ -96,7 +96,7 @@ def test_the_transposed_product_decodes_parts_of_every_size(weight_format, devic
 
 @pytest.mark.parametrize("weight_format", ["uint5b16", "uint5_bias"])
 def test_parts_of_the_transposed_product_begin_at_words_of_upper_bits(weight_format, monkeypatch):
-    """A group of 16 is half of such a word."""
+    """A group of 16 is half of a word of upper bits, so a part must not begin at every group."""
     K, N = 104, 24
     weight = reference.make_weight(weight_format, K, N, 16)
     grad = random(3, N, dtype=torch.float32)
@@ -159,7 +159,7 @@ def test_products_of_e4m3_keep_their_bits_down_to_2_to_the_minus_118(M):
 @pytest.mark.parametrize("K", [8, 16, 40, 264])
 @pytest.mark.parametrize("code_bits", [5, 6])
 def test_planes_hold_every_code(code_bits, K):
-    """The package's planes have the layout of the page, and operators decode the codes that were packed."""
+    """The planes have the layout of docs/formats/formats.md, and operators decode the codes that were packed."""
     codes = np.random.default_rng(K).integers(0, 1 << code_bits, (K, 9), dtype=np.uint8)
     low, high = pack_planes(torch.from_numpy(codes), code_bits)
     assert torch.equal(low, reference.pack(codes & 15))

@@ -75,8 +75,9 @@ def environment(request: pytest.FixtureRequest, checkout: Path, tmp_path_factory
     paths = {"base": str(folder), "platbase": str(folder)}
     scripts = Path(sysconfig.get_path("scripts", "venv", paths))
     site_packages = Path(sysconfig.get_path("purelib", "venv", paths))
-    # Python adds the folder to its path but ignores the .pth files there, so the editable installation stays hidden.
-    # Python runs the second line when it starts: the garbage collector would take a third of the time of each import.
+    # The first line adds the folder of the other packages to Python's path. Python ignores the .pth files in that
+    # folder, so the editable installation stays hidden. The second line turns off the garbage collector, which would
+    # take a third of the time of each import.
     (site_packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\nimport gc; gc.disable()\n")
     what = checkout
     if request.param == "source distribution":

@@ -53,7 +53,7 @@ def test_all_kernels_are_embedded(unpacked: Path) -> None:
 
 
 def test_the_laboratory_and_the_tests_are_not_distributed(unpacked: Path) -> None:
-    """They are neither in the source distribution nor, as a package, in a wheel."""
+    """The source distribution lacks `lab`, `tests` and `softmetal`, and a wheel installs only the package itself."""
     assert {"csrc", "kernels", "torch_marlin_metal"} <= {path.name for path in unpacked.iterdir()}
     assert not [name for name in ("lab", "tests", "softmetal") if (unpacked / name).exists()]
     (top_level,) = unpacked.parents[1].glob("*.egg-info/top_level.txt")

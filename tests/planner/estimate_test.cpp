@@ -86,16 +86,13 @@ void check_by_hand() {
   const GemmProblem one = product(1, 8192, 14336, 64);
   const double read = distinct_bytes(one) / (0.88 * 68.25e9);
   expect(seconds(one, "gemv") > 6e-6 + read && seconds(one, "gemv") < 6e-6 + 1.05 * read, "one row waits for memory");
-  // Many rows: 4096^3 / 512 products of 18 clocks on 4 schedulers of 8 cores at 1.278 GHz. Instructions partly
-  // overlap
+  // Many rows: 4096^3 / 512 products of 18 clocks on 4 schedulers of 8 cores at 1.278 GHz. Instructions partly overlap
   // with the products, so the total is between 1 and 1.3 times the products' clocks.
   const GemmProblem many = product(4096, 4096, 4096, 64);
   const double products = std::pow(4096.0, 3) / 512 * 18 / (4 * 8 * 1.278e9);
   expect(seconds(many, "fused") > products && seconds(many, "fused") < 1.3 * products, "many rows are matrix products");
-  // Eight rows of gemv on one core: 32 threadgroups of one simdgroup. With 4 KB each, 15 of them fit into the
-  // core's 60
-  // KB. 15 are too few to hide all waits on four schedulers, so each of the rounds of 15, 15 and 2 takes as long as
-  // one
+  // Eight rows of gemv on one core: 32 threadgroups of one simdgroup. With 4 KB each, 15 of them fit into the core's 60
+  // KB. 15 are too few to hide all waits on four schedulers, so each of the rounds of 15, 15 and 2 takes as long as one
   // threadgroup alone: its instructions, its waits, and the 311 ns of its first load at 1.278 GHz.
   const GemmProblem eight = product(8, 4096, 4096, 128);
   const Decision& row = *find_decision(GemmVariant::gemv, Arithmetic::half, WeightFormat::uint4b8);
@@ -183,8 +180,7 @@ double least_seconds(const GemmProblem& problem, const GpuDevice& device) {
 }
 
 // Returns the largest factor by which one more row may raise the cost, without a second launch. The factor depends on
-// whether row M + 1 starts the second block of 8 rows, the third, the fourth, or no block. 25 rows are computed as
-// 32,
+// whether row M + 1 starts the second block of 8 rows, the third, the fourth, or no block. 25 rows are computed as 32,
 // and a core holds only three threadgroups of 32 rows, but four of 24.
 double largest_step(uint32_t M) {
   return M == 8 ? 1.9 : M == 16 ? 1.5 : M == 24 ? 1.37 : 1.35;

@@ -213,8 +213,7 @@ void check_sums() {
   }
 }
 
-// A single dispatch also applies a gated activation if a threadgroup has one row and N has no remainder. Otherwise,
-// the
+// A single dispatch also applies a gated activation if a threadgroup has one row and N has no remainder. Otherwise, the
 // plan is that of the product alone.
 void check_gates() {
   for (const Chip& chip : kChips) {

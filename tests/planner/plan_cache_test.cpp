@@ -66,8 +66,7 @@ void check_moe_cache() {
   set_tuned({});
 }
 
-// Checks that a problem has its own launch, and so does each problem that differs from it in one byte. A problem
-// has no
+// Checks that a problem has its own launch, and so does each problem that differs from it in one byte. A problem has no
 // padding, so each of its bytes belongs to a field.
 template <typename Problem>
 void check_keys_of(const char* kind) {

@@ -177,7 +177,7 @@ void check_elementwise() {
       expect_tiling(embedding.dispatches[0].grid.y, embedding.dispatches[0].threads.y, 3, "ids");
       const Plan repack =
           plan_repack({.kernel = Kernel::awq_repack, .rows = K / 8, .columns = N, .thread_bytes = 64}, {});
-      // The bytes, at 0.88 of an M1's 68.25 GB/s, are read and written in addition to the launch.
+      // The time of a launch, plus that of the bytes that are read and written, at 0.88 of an M1's 68.25 GB/s.
       const auto time_of = [](double bytes) { return 6e-6 + bytes / (0.88 * 68.25e9); };
       const double weight = 0.5 * K * N + 2.0 * ceil_divide(K, 32U) * N;
       expect_close(seconds(dequantize), time_of(weight + 2.0 * K * N), 1e-6, "the time of dequantize");

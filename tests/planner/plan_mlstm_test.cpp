@@ -160,8 +160,7 @@ void check_times() {
       sum += plan.dispatches[i].seconds;
     return sum;
   };
-  // Two segments of xLSTM-7B. States need 256 x 512 multiply-adds per token and head, at 101.7 per clock in each
-  // core.
+  // Two segments of xLSTM-7B. States need 256 x 512 multiply-adds per token and head, at 101.7 per clock in each core.
   // The output needs as many with the state, and for each of 48 keys on average 2 x 256 for the score and 512 for
   // values.
   const double clocks = (2.0 * 256 * 512 + 48 * (256 * 2 + 512)) / 101.7;

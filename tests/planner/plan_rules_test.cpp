@@ -43,8 +43,7 @@ void check_slices(const GemmProblem& problem, const Plan& plan) {
   expect_tiling(last.grid.y, last.threads.y, problem.M, "reduced rows");
 }
 
-// Iterates over the stripes as the kernel does. Checks that every unit belongs to one stripe, that each partial sum
-// has
+// Iterates over the stripes as the kernel does. Checks that every unit belongs to one stripe, that each partial sum has
 // its own slot, and that the reduction's grid has one slice in z for each tile that several stripes share.
 void check_stripes(const GemmProblem& problem, const Plan& plan, TileShape tile, const GpuDevice& device) {
   const Dispatch& product = plan.dispatches.front();

@@ -272,9 +272,8 @@ double seconds(const GemmProblem& problem, std::string_view variant, const GpuDe
   return estimate(choose(tilings, named), named, device).total();
 }
 
-// Compares the estimate with products that were counted by hand: 512 * 4096 * 4096 / 512, of 4.26 clocks each.
-// Decoding
-// partly overlaps with them.
+// Compares the estimate with a count by hand: 512 * 4096 * 4096 / 512 times 512 multiply-adds, of 4.26 clocks each.
+// Decoding partly overlaps with the multiply-adds.
 void check_estimate() {
   const GpuDevice m5 = whole("M5");
   const GemmProblem problem = square(512, 4096, 4096, 128, "tensor:64x128x32");

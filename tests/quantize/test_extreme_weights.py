@@ -16,7 +16,9 @@ def relative_error(w: torch.Tensor, *arguments: object, **options: object) -> fl
 @pytest.mark.parametrize("method", ["rtn", "mse"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_weight_at_the_ends_of_the_range_is_exact_or_refused(name, method, scale_dtype, everything) -> None:
-    """Tests every power of two, or every fourth and those around the ends of float16. The fourths differ by format."""
+    """Scales a weight by powers of two: with --everything by all, otherwise by those near the ends of float16 and by
+    every fourth, which are others for each format.
+    """
     w = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     expected = relative_error(w, name, None, method, scale_dtype=scale_dtype)
     assert expected < 0.2

@@ -1,4 +1,4 @@
-"""A small Llama with packed layers, and peft adapters for it."""
+"""Makes a small packed Llama and fills its peft adapters, for the tests of peft."""
 
 import torch
 from peft import LoraConfig

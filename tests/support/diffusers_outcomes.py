@@ -20,7 +20,7 @@ def digest(model: torch.nn.Module) -> str:
 def outcomes(folder: Path, target: Path) -> dict[str, list[str]]:
     """Loads each directory, saves it to `target` and loads the saved directory.
 
-    Returns its class and digests, or the error.
+    Returns, by the directory's name, the class of the model and digests of both loads, or the error.
     """
     found = {}
     for path in sorted(folder.iterdir()):

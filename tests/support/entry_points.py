@@ -169,7 +169,7 @@ def from_pretrained(path: Path, **options: Any) -> nn.Module:
 
 
 def library_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Removes the options that belong to the library, and returns them."""
+    """Removes the options of the library, such as "dtype", from `options` and returns them."""
     names = ("dtype", "device_map", "distributed_config")
     taken = {name: options.pop(name) for name in names if name in options}
     return taken | ({"device_map": {"": options.pop("device")}} if "device" in options else {})
@@ -190,7 +190,9 @@ def load_quantized_meta(path: Path, **options: Any) -> nn.Module:
 
 
 def in_shards(path: Path, last: Callable[[Path, dict[str, str]], None]) -> None:
-    """Makes the file of each library the first of two shards. `last` writes the second shard, or changes the index."""
+    """Makes the file of each library the first of two shards. `last` gets the path of the second shard, which it may
+    write, and the index, which it may change.
+    """
     for name in ("model", "diffusion_pytorch_model"):
         file = path / name / f"{name}.safetensors"
         first = file.rename(path / name / f"{name}-00001-of-00002.safetensors")

@@ -32,7 +32,7 @@ void expect(bool condition, What&& what) {
   if (!subject.empty()) std::printf("  in %s\n", subject.c_str());
 }
 
-// Prints "<checks> checks, <failures> failed". Returns the exit status for main.
+// Returns the exit status for main.
 inline int report() {
   std::printf("%lld checks, %lld failed\n", static_cast<long long>(checks), static_cast<long long>(failures));
   return failures == 0 ? 0 : 1;

@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "torch_marlin_metal"
-# pip installs the package's requirements. Only Linux imports the software Metal device.
+# Imports of these two are not checked: pip installs the package's requirements, and only Linux imports softmetal.
 NOT_FOLLOWED = (PACKAGE, "softmetal")
 OPTIONS_WITH_VALUES = ("-n", "--dist", "--index-url", "--wheel-dir", "--find-links", "-m", "-k")
 

@@ -101,10 +101,14 @@ def kept(node: "File | Folder", loss: str, rng: random.Random) -> "bytes | dict[
 
     Args:
         node: a file or folder.
-        loss: what is lost. "nothing". "bytes": every unsynced byte of a file, and its unsynced length. "blocks": the
-            same bytes, but not the length. "weights": the same as "blocks", but only in safetensors files. "names":
-            only unsynced entries of the outermost folder. "everything": all unsynced bytes and entries. "some": a
-            random part of everything.
+        loss: what is lost:
+            "nothing": nothing.
+            "bytes": every unsynced byte of a file, and its unsynced length.
+            "blocks": every unsynced byte of a file, but not its length.
+            "weights": the same as "blocks", but only in safetensors files.
+            "names": the unsynced entries of the outermost folder.
+            "everything": all unsynced bytes and entries.
+            "some": a random part of all unsynced bytes and entries.
         rng: chooses for "some".
     """
     if isinstance(node, Folder):

@@ -1,7 +1,8 @@
-"""What the fork server imports: torch and what a model of transformers needs, and nothing of this package.
+"""Imports torch and what models of transformers need, once for all forks of a server; nothing of this package.
 
-transformers asks torch for its devices while it is imported, and torch keeps its first answer. Here the answers are "no"
-and "none" without torch being asked, so that a fork can still make the software Metal device.
+While transformers is imported, it asks torch for devices, and torch would remember that there are none. A fork could
+then no longer create the software Metal device. During the imports, two functions that always answer "no" and "none"
+therefore take the place of torch's.
 """
 
 import gc
@@ -32,5 +33,5 @@ gc.enable()
 
 
 def ask_for_mps() -> None:
-    """Gives transformers torch's answer. A fork that makes the device does so before this call."""
+    """Lets transformers ask torch again. A fork that needs the software Metal device creates it before this call."""
     attention._is_torch_mps_available = is_torch_mps_available()

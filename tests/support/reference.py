@@ -89,10 +89,17 @@ def pack_high(codes: np.ndarray, bits: int) -> torch.Tensor:
 class Weight:
     """A packed weight, the exact value of each element, and the magnitude of each element in the error bound.
 
-    `arguments` are the keyword arguments of gemm and dequantize. `exact` and `magnitude` are fp64 `[K, N]` in packed
-    order of k. The magnitude is s (|q| + |z|) if kernels apply zero points at the end of a group, and |w| otherwise.
-    `raw_magnitude` is for kernels that sum raw codes; these treat a fixed offset as a zero point. `steps` is |s| +
-    magnitude: if fp32 flushes an activation to zero, the error is the activation times this factor.
+    The arrays are fp64 `[K, N]`, in packed order of k.
+
+    Attributes:
+        b_packed: the codes.
+        scales: the scales of the groups, or their codes.
+        arguments: the keyword arguments of gemm and dequantize.
+        exact: the weight w.
+        magnitude: what an element adds to the error bound per unit of its activation. It is s (|q| + |z|) if kernels
+            apply zero points at the end of a group, and |w| otherwise.
+        raw_magnitude: the same for kernels that sum raw codes. For these, a fixed offset counts as a zero point.
+        steps: |s| + magnitude. If fp32 flushes an activation to zero, the error is at most the activation times this.
     """
 
     b_packed: torch.Tensor
@@ -121,11 +128,12 @@ def make_weight(
     seed: int = 0,
     codes: np.ndarray | None = None,
     exponent: int = 0,
+    block_scales: bool = False,
 ) -> Weight:
     """Returns a random weight of a format. All scales are multiplied by 2^exponent. E4M3 codes are finite.
 
     With `super_dtype`, scales of formats with floating scales have two levels; `scales_dtype` is then uint8 or int8.
-    Biases also have two levels if `zeros_dtype` is uint8.
+    Biases also have two levels if `zeros_dtype` is uint8. With `block_scales`, one scale is for 128 columns.
     """
     rng = np.random.default_rng([seed, K, N, group_size])
     bits = code_bits(weight_format)
@@ -158,9 +166,10 @@ def make_weight(
         scales = torch.from_numpy(rng.integers(0, 128, (G, N)) - negative).to(scales_dtype)
         arguments["super_scales"], s = _two_levels(rng, scales, K, group_size, super_dtype, 2.0 ** (exponent - 10))
     else:
-        sizes = rng.uniform(0.5, 1.5, (G, N)) / 16 * rng.choice([1.0, 1.0, 1.0, -1.0], (G, N))
+        shape = (G, N // 128 if block_scales else N)
+        sizes = rng.uniform(0.5, 1.5, shape) / 16 * rng.choice([1.0, 1.0, 1.0, -1.0], shape)
         scales = torch.from_numpy(sizes * 2.0**exponent).to(scales_dtype)
-        s = to_numpy(scales)
+        s = to_numpy(scales).repeat(128 if block_scales else 1, axis=1)
     s = s[group]
 
     offset = OFFSETS.get(weight_format)

@@ -193,7 +193,7 @@ def test_a_single_token_may_have_any_stride(device):
 def test_views_and_offsets(device):
     """Inputs may have the layouts that models use.
 
-    The heads of a token may be adjacent, or the gates, or a tensor may be part of a larger storage.
+    In memory, the heads of a token may be adjacent, and so may the gates. A tensor may be part of a larger storage.
     """
     inputs, state = make(2, 3, 37, 24, 40, m0=0.5).on(device)
     expected = OPS.mlstm(*inputs, **state)

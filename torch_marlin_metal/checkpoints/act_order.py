@@ -52,7 +52,7 @@ def permutation(layer: Layer, role: str, g_idx: Tensor | None, group_size: int) 
     Row j of the packed weight is row perm[j] of the file.
 
     Raises:
-        CheckpointError: a group has too many or too few rows; only the last may be short.
+        CheckpointError: a group does not have `group_size` rows. Only the last group may have fewer.
     """
     if g_idx is None:
         return None

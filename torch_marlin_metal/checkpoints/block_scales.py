@@ -9,7 +9,8 @@ MX_BLOCK = 32
 NVFP4_BLOCK = 16
 NVFP4_LARGEST = 448.0 * 6.0  # E4M3's largest scale times E2M1's largest code
 E8M0_ONE = 127
-# Format -> (mask of the magnitude bits in a word, words in a block). A word of zeros has no magnitude bits set.
+# To find blocks of zeros: format -> (mask of the magnitude bits in a word, words in a block). A code is zero if its
+# magnitude bits are all 0.
 MAGNITUDES = {"mxfp4": (0x77777777, 4), "mxfp8": (0x7F7F7F7F, 8)}
 
 
@@ -29,9 +30,10 @@ def nvfp4(
 
 
 def untiled(stored: Tensor, N: int, blocks: int) -> Tensor:
-    """Returns scale codes `[blocks, N]`. The file stores them in padded tiles of 128 x 4, each tile as 32 x 4 x 4.
+    """Returns scale codes `[blocks, N]` of a file that stores them in padded tiles of 128 rows x 4 blocks.
 
-    cuBLAS reads scales in this order (its documentation of block scaling factors).
+    A tile is stored as 32 x 4 x 4. This is the order in which cuBLAS reads scales (see "block scaling factors" in
+    cuBLAS's documentation).
     """
     across = -(-blocks // 4)
     rows = stored.reshape(-1, across, 32, 4, 4).permute(0, 3, 2, 1, 4)

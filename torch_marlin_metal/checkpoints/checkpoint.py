@@ -45,13 +45,13 @@ class Checkpoint:
     ahead: dict[str, Tensor] = field(default_factory=dict)  # tensors already read for the layer under conversion
 
     def read(self, name: str, index: int | None = None, part: Slice | None = None) -> Tensor:
-        """Reads a tensor, its entry `[index]` along the first dimension, or the slice `part` of the tensor or entry."""
+        """Reads a tensor, its entry `[index]` of the first dimension, or the slice `part` of the tensor or entry."""
         if name in self.loaded:
             tensor = self.loaded[name]
             if part is not None:
                 whole = tensor if index is None else tensor[index]
                 return whole.narrow(part.axis, part.start, part.stop - part.start).clone()
-            # A complete tensor is not copied. Tensors of a pickle may share memory, and copies would use more.
+            # A complete tensor is not copied. Tensors of a pickle may share memory, so copies would use more.
             return tensor.contiguous() if index is None else tensor[index].clone(memory_format=torch.contiguous_format)
         if index is None and part is None and name in self.ahead:
             return self.ahead.pop(name)
@@ -84,7 +84,8 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
             f"{path}: no quantization settings: neither config.json with {' or '.join(CONFIG_KEYS)} nor one of "
             f"{', '.join(CONFIG_FILES)}"
         )
-    # An older version of this package wrote quantization settings for models without a packed layer.
+    # An older version of this package wrote quantization settings even if no layer was packed. Such a checkpoint counts
+    # as one of floats.
     no_layers = settings is not None and names_no_layer(settings)
     if not quantized and settings is not None and not no_layers:
         raise CheckpointError(f"{settings.file}: expected a checkpoint of floats, got one with quantization settings")
@@ -117,7 +118,7 @@ def _settings_of_file(path: Path) -> Settings | None:
     marks = (COMFY_MARK, COMFY_TENSOR)
     if COMFY_METADATA in metadata or any(name.rpartition(".")[2] in marks for name in tensors):
         return Settings(found[0], {"quant_method": COMFY_METHOD})
-    if not path.is_file():  # the directory has lost its settings file, whose settings may say more than the tensors
+    if not path.is_file():  # the settings file is missing, and the tensors may not show all settings
         return None
     if any(name.endswith(".weight_scale_2") for name in tensors):
         return Settings(path, {"quant_method": "modelopt", "quant_algo": "NVFP4"})

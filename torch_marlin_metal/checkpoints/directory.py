@@ -107,7 +107,8 @@ class DirectoryReader(CheckpointReader):
 
     def check_headers(self, index: int) -> None:
         """Raises UnsupportedFormat if the headers show that the layer cannot be packed."""
-        # A tensor on the meta device has no values. A format that reads values raises one of these errors.
+        # The format gets tensors on the meta device, which have no values. If it needs values, it raises one of these
+        # errors, and the headers decide nothing.
         with suppress(RuntimeError, NotImplementedError):
             self.format.read(self._layers[index].headers(), self.checkpoint.settings, self.options)
 

@@ -12,7 +12,7 @@ from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.grouped import SIGN, constant, decoded, packed, spread, unsigned, words_of_codes
 from torch_marlin_metal.checkpoints.layer_tensors import FLOATS, Layer
 from torch_marlin_metal.checkpoints.settings import Settings
-from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.packed_weight import SCALE_BLOCK, PackedWeight
 
 BLOCK = (128, 128)  # rows and columns that share a scale, if the settings state no block size
 E4M3, E5M2, INT8 = "F8_E4M3", "F8_E5M2", "I8"
@@ -33,16 +33,17 @@ def read_bytes(
 ) -> PackedWeight:
     """Reads the weight `(q - zero_point) * scale`; the zero point is optional.
 
-    A scale applies to the tensor, a row, a group of a row, or a block of rows and columns. A scale of a block is
-    repeated for each of the block's rows.
+    A scale applies to the tensor, a row, a group of a row, or a block of rows and columns. If N is a multiple
+    of 128, a block of 128 x 128 E4M3 elements keeps its single scale. The scale of any other block is repeated for each
+    row of the block.
 
     Args:
-        layer: the layer.
+        layer: a layer whose elements have 8 bits.
         source: see `PackedWeight.source`.
-        weight: the role of the weight.
-        scale: the role of the scales.
-        zero: the role of the zero points, which are optional.
-        scales: used in place of the scales in the file.
+        weight: the role of the elements' tensor.
+        scale: the role of the scales' tensor.
+        zero: the role of the zero points' tensor, which may be absent.
+        scales: scales to use in place of those in the file.
 
     Raises:
         UnsupportedFormat: the layer is of another kind, or the operators cannot represent it.
@@ -56,7 +57,7 @@ def read_bytes(
     dtype = layer.dtype(scale) if scale in layer else "F32"
     if dtype not in (*FLOATS, *EXPONENTS):
         raise layer.error(scale, f"expected floats or exponents, got {dtype}")
-    group_size, stored = _grouped(layer, scale, layer.read(scale) if scales is None else scales, (N, K))
+    per_row, group_size, stored = _grouped(layer, scale, layer.read(scale) if scales is None else scales, (N, K))
     factors = exponents(stored) if dtype in EXPONENTS else stored
     codes, points, weight_format = layer.read(weight).view(torch.uint8), None, "float8_e4m3"
     if kind == INT8:
@@ -82,6 +83,8 @@ def read_bytes(
     words = words_of_codes(codes, 8)
     if dtype in EXPONENTS and group_size == MX_BLOCK and kind == E4M3 and K % 8 == 0:
         return mx(words, stored.view(torch.uint8), "mxfp8", layer.bias(N), source)
+    if kind == E4M3 and (per_row, group_size) == (SCALE_BLOCK, SCALE_BLOCK) and N % SCALE_BLOCK == K % 8 == 0:
+        factors = factors[:, ::SCALE_BLOCK]
     return packed(layer, words, weight_format, group_size, factors, points, source=source, K=K)
 
 
@@ -108,17 +111,20 @@ def exponents(stored: Tensor) -> Tensor:
 
 def _zero_points(layer: Layer, role: str, stored: Tensor, group_size: int, shape: tuple[int, int]) -> Tensor:
     """Returns the zero points `[G, N]` for codes plus 128: uint8 if they are whole numbers, else floating point."""
-    size, points = _grouped(layer, role, stored, shape)
+    _, size, points = _grouped(layer, role, stored, shape)
     if size != group_size:
         raise layer.error(role, f"expected one zero point for each scale, got {list(stored.shape)}")
     return unsigned(points, 8)
 
 
-def _grouped(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> tuple[int, Tensor]:
-    """Returns the group size along K and the values expanded to `[G, N]` from per tensor, row, group or block."""
+def _grouped(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> tuple[int, int, Tensor]:
+    """Returns the number of rows and of k that share a value, and the values expanded to `[G, N]`.
+
+    `given` has one value per tensor, row, group or block.
+    """
     N, K = shape
     stored = given
-    if given.dim() == 4 and given.shape[1] == given.shape[3] == 1:  # ModelOpt stores scales of blocks so
+    if given.dim() == 4 and given.shape[1] == given.shape[3] == 1:  # ModelOpt's shape for scales of blocks
         given = given[:, 0, :, 0]
     if given.dim() < 2:
         if given.numel() not in (1, N):  # scales of blocks have two dimensions
@@ -134,7 +140,7 @@ def _grouped(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> 
     for block in (*blocks, BLOCK):
         per_row, per_column = _size(N, rows, block[0]), _size(K, columns, block[1])
         if per_row and per_column:
-            return per_column, (given.expand(N, -1) if rows in (1, N) else spread(given, N, per_row)).t()
+            return per_row, per_column, (given.expand(N, -1) if rows in (1, N) else spread(given, N, per_row)).t()
     raise layer.error(role, f"{list(stored.shape)} does not agree with a weight of {list(shape)}")
 
 

@@ -22,7 +22,7 @@ class UnsupportedFormat(CheckpointError):
 
     Attributes:
         dequantize: a function that returns the layer's weight as floats, or None if the weight cannot be decoded.
-        kind: a property shared by all layers with this reason, for example "Q6_K".
+        kind: what all layers refused for this reason have in common, for example the type "Q6_K".
     """
 
     def __init__(self, message: str, dequantize: Callable[[], FloatRows] | None = None, kind: str = "") -> None:

@@ -13,7 +13,7 @@ from torch_marlin_metal.checkpoints.formats.gptq import ONES
 from torch_marlin_metal.checkpoints.grouped import SIGN, SYMMETRIC, ZERO_POINT
 from torch_marlin_metal.checkpoints.options import check_choice, typed
 from torch_marlin_metal.formats import GROUP_SIZES, weight_format
-from torch_marlin_metal.packed_weight import PackedWeight
+from torch_marlin_metal.packed_weight import SCALE_BLOCK, PackedWeight
 from torch_marlin_metal.repack import pack_awq, pack_awq_zeros, pack_codes, pack_gptq, pack_gptq_zeros, unpack_planes
 
 
@@ -70,7 +70,9 @@ def _stated_group_size(weight: PackedWeight) -> int:
 
 
 def _strategy(weight: PackedWeight) -> dict[str, Any]:
-    """Returns the compressed-tensors keys for scales per row ("channel") or per group ("group")."""
+    """Returns the compressed-tensors keys for scales per row ("channel"), per group or per block."""
+    if weight.has_block_scales:
+        return {"strategy": "block", "group_size": None, "block_structure": (SCALE_BLOCK, SCALE_BLOCK)}
     size = _stated_group_size(weight)
     return {"strategy": "channel", "group_size": None} if size == -1 else {"strategy": "group", "group_size": size}
 
@@ -131,7 +133,7 @@ class GptqExporter:
         return bool(self.layers)
 
     def settings(self) -> dict[str, Any]:
-        """Returns GPTQModel's keys. `dynamic` has an entry for each layer that differs from the most common kind."""
+        """Returns GPTQModel's keys. `dynamic` lists the layers without the most common bits and group size."""
         bits, group_size = common = Counter(self.layers.values()).most_common(1)[0][0]
         settings: dict[str, Any] = {"quant_method": "gptq", "bits": bits, "group_size": group_size}
         settings |= {"pack_dtype": "int32", "desc_act": self.act_order, "sym": self.symmetric, "lm_head": False}

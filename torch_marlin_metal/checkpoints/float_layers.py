@@ -32,13 +32,13 @@ class FloatLayer:
     Attributes:
         name: the layer's name in the checkpoint.
         weight: the name of the tensor that holds the matrix.
-        K: the columns of the matrix. As a weight, the matrix is `[N, K]`.
+        K: the number of columns of the matrix `[N, K]`.
         nbytes: the bytes of the matrix.
         bias: the name of the tensor with the layer's bias, or "".
         index: the position of the matrix if the tensor is a stack of matrices, else None.
         transposed: True if the tensor stores the matrix as `[K, N]`.
-        experts: the name in the model of the experts module that owns the matrix, or "".
-        group: the name in the checkpoint of the same experts module, or "".
+        experts: if an experts module owns the matrix, the module's name in the model, else "".
+        group: if an experts module owns the matrix, the module's name in the checkpoint, else "".
         is_vocabulary: True if the matrix is an embedding of the vocabulary or an output layer.
         is_output: True if the matrix is an output layer, or an embedding that the model ties to its output layer.
     """
@@ -57,7 +57,7 @@ class FloatLayer:
 
     @property
     def partner(self) -> str:
-        """Returns the name of the up layer for an expert's gate layer, and the reverse. Else returns ""."""
+        """Returns the up layer's name for an expert's gate layer, the gate layer's name for its up layer, else ""."""
         owner, _, part = self.name.rpartition(".")
         for gate, up, _ in PARTS if self.experts and self.index is None else ():
             if part in (gate, up):
@@ -73,7 +73,7 @@ class FloatModel:
     """A transformers model on the meta device, which maps layer names of a checkpoint to names of the model.
 
     Args:
-        model: the model.
+        model: a transformers model on the meta device.
         vocabulary_format: see `FloatReader`.
     """
 

@@ -53,7 +53,7 @@ class FloatReader(CheckpointReader):
             layers.
         exclude: layers that stay unquantized; same form as `include`.
         vocabulary_format: as in `quantize_model`.
-        memory: as in `quantize_model`, for the bytes of all tensors in the output.
+        memory: as in `quantize_model`. The bytes of all tensors in the output count.
         like: as in `quantize_model`.
         chosen: the format and group size of single layers, or of all layers in a module. For example,
             `report.fit.chosen()` after `quantize_model`.
@@ -195,7 +195,10 @@ class FloatReader(CheckpointReader):
         return weight.validate()
 
     def _common(self, index: int, matrix: Tensor) -> dict[str, float]:
-        """Returns `amax` for `quantize_weight` if gate and up share a global scale, else an empty dict."""
+        """Returns the argument `amax` of `quantize_weight` for a gate or up layer, else an empty dict.
+
+        Gate and up share a global scale, so `amax` is the largest magnitude of both matrices.
+        """
         partner = self._partners[index]
         if partner is None:
             return {}

@@ -56,21 +56,27 @@ class DirectoryFormat(Format):
         delegate: returns the wrapped format, for a format that only wraps others.
         stacked_rank: rank of an anchor tensor that stacks experts along its first dimension. Each expert is a layer.
         extras: endings of tensors that belong to a layer but are ignored, for example scales of activations.
-        marks: last name parts of tensors whose only purpose is to mark a file of this format.
+        marks: the last part of the names of tensors that only mark a file as one of this format.
         listed: returns the layers' names, for a format whose settings list them. All other names are not layers, even
             if a tensor is named like a part of a layer.
         scaled: ending -> role, for scales next to a `weight`. A `weight` with such scales is a packed layer unless it
             is floating point or has an anchor.
         unscaled: dtypes of a `weight` that is a layer even without scales, because its elements are the values.
-        axes: role -> the unit of each dimension of the tensor, used to read a part of a layer. Units are "N", "K",
-            "N/8" and "K/8" (words of 8 codes, or of 4 codes of 8 bits), "G" (groups), "S" (blocks of scales with two
-            levels), "H" (words of `b_high`), and "order" (one position or group per row of K). Empty if a layer can
-            only be read in full.
+        axes: what is needed to read a part of a layer: role -> the unit of each dimension of the tensor. Empty if a
+            layer can only be read in full. The units are:
+
+            - "N" and "K": columns and rows of the weight.
+            - "N/8" and "K/8": words of 8 codes, or of 4 codes of 8 bits.
+            - "G": groups.
+            - "S": blocks of scales with two levels.
+            - "H": words of `b_high`.
+            - "order": one position or group per row of K.
         hf_name: maps a name in the checkpoint to transformers' name, for a format whose producer renames tensors. The
             name may be that of a tensor, of a layer, or of a layer of a stack with its index.
         hf_values: maps the values of a tensor outside the layers to transformers' values.
-        joins: for the first of two stacks of a layer, returns the layer's name and the name of the second stack. For
-            the second stack, returns empty names. Roles of the second stack's tensors start with "second ".
+        joins: for a format that stores one layer as two stacks. For the first stack, returns the layer's name and the
+            name of the second stack. For the second stack, returns empty names. Roles of the second stack's tensors
+            start with "second ".
     """
 
     containers: tuple[str, ...] = (
@@ -123,7 +129,7 @@ class DirectoryFormat(Format):
                     yield from self._layers_at(checkpoint, base, "weight", info)
 
     def _refuse_other_scales(self, checkpoint: Checkpoint, base: str, scales: Iterable[str]) -> None:
-        """Raises an error for a scale with an unknown name, because its layer's codes would pass for values."""
+        """Raises an error for a scale with an unknown name: without it, the layer's codes would pass for values."""
         for name in scales:
             rest = name.removeprefix(base)
             if name != rest and rest.startswith((".", "_")) and "scale" in rest and rest not in self.extras:

@@ -223,7 +223,7 @@ def as_words(stored: Tensor) -> Tensor:
 def planes_of_codes(codes: Tensor, width: int) -> Planes:
     """Packs uint8 codes `[N, K]` of 4, 5, 6 or 8 bits into `b_packed` and, for 5 and 6 bits, `b_high`.
 
-    Returns the same planes as `repack.pack_planes`, but is faster: it moves the upper bits of four codes at a time.
+    Returns the same planes as `repack.pack_planes`. It is faster because it moves the upper bits of four codes at once.
     """
     if width in (4, 8):
         return words_of_codes(codes, width), None

@@ -1,8 +1,8 @@
 """The journal of a conversion: lists the complete files of the output directory and locks the directory.
 
-The first line contains the source and the options. Each finished shard appends one line, and no line is rewritten, so
-the time to write the journal is linear in the number of tensors. The lock is a lock on the journal's file, so the
-system releases it when the process ends.
+The first line of the journal contains the source and the options. Each finished shard appends one line, and no line is
+rewritten, so the time to write the journal is linear in the number of tensors. The process locks the journal's file.
+When the process ends, the system releases this lock.
 """
 
 import fcntl
@@ -44,7 +44,9 @@ class Journal:
     exporter: dict[str, Any] = field(default_factory=dict)
 
     def add(self, shard: str, tensors: list[str], items: int, exporter: Any, sync: bool) -> None:
-        """Adds a finished shard and the new entries of the exporter's state. `sync` waits until both are on the disk.
+        """Adds a finished shard and the new entries of the exporter's fields.
+
+        If `sync` is True, waits until the shard and the journal are on the disk.
 
         Raises:
             CheckpointError: the journal cannot be written.
@@ -70,7 +72,7 @@ class Journal:
                 self.exporter[name] = _tuples(value)
 
     def _growth(self, exporter: Any) -> dict[str, Any]:
-        """Returns the exporter's fields. A dict only gains entries, so only its new entries are returned."""
+        """Returns the exporter's fields. Of a dict, returns only the new entries, because a dict loses no entries."""
         found: dict[str, Any] = {}
         for name in (each.name for each in fields(exporter)):
             value = getattr(exporter, name)
@@ -83,10 +85,13 @@ class Journal:
         return found
 
     def finish(self, destination: Path, sync: bool) -> None:
-        """Renames the directory to the destination and releases the lock. `sync` waits until this is on the disk."""
+        """Renames the directory to the destination and releases the lock.
+
+        If `sync` is True, waits before the release until the new name is on the disk.
+        """
         try:
             self.work.rename(destination)
-            if sync:  # before the journal is removed, because open_journal refuses a directory without a journal
+            if sync:  # first, because after a power failure open_journal refuses a directory without a journal
                 sync_files([destination.parent])
             (destination / JOURNAL).unlink(missing_ok=True)
         except OSError as error:

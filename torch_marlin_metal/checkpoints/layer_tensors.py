@@ -24,7 +24,7 @@ class Layer:
         name: the module's name, without ".weight".
         roles: role, for example "scales" -> name of the tensor in the checkpoint.
         expert: the layer's index along the first dimension of each tensor, if the tensors are stacks of experts.
-        parts: role -> the slice of the tensor to read, if only one process's part of the layer is read.
+        parts: role -> the slice of the tensor to read. Empty unless only one process's part of the layer is read.
     """
 
     checkpoint: Checkpoint

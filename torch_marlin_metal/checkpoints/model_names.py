@@ -14,7 +14,7 @@ class ModelNames:
     Args:
         model: a transformers model before loading. Names are looked up among its current modules.
         conversions: transformers' rules for renaming. None means the rules of the model's class.
-        fits: returns True for an experts module.
+        fits: the function that tells an experts module from other modules.
 
     Attributes:
         experts: finds the experts modules of the model.

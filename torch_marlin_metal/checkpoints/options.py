@@ -78,7 +78,8 @@ def spelled(spelling: "Spelling") -> Iterator[None]:
     """Inside the block, messages show options in the form that the program's users type.
 
     Args:
-        spelling: formats an option's name and value. A value of None means that the user chooses the value.
+        spelling: formats an option from its name and its value. If the value is None, the message names only the
+            option, for the user to choose a value.
     """
     token = _spelling.set(spelling)
     try:

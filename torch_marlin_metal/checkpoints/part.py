@@ -13,7 +13,7 @@ from torch_marlin_metal.packed_weight import SUPER_BLOCK
 
 @dataclass(frozen=True)
 class Part:
-    """One of `count` equal parts of a layer `[K, N]`: part number `rank` along the columns (N) or the rows (K)."""
+    """Part `rank` of a layer `[K, N]` that is cut into `count` equal parts along its columns (N) or its rows (K)."""
 
     by: Literal["columns", "rows"]
     count: int
@@ -29,9 +29,9 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
         part: the part to read.
 
     Returns:
-        The part as a layer, or None if the part is not a rectangle in every tensor. It is not a rectangle if one of its
-        borders is inside a word, a group or a block of scales, or if it has only some rows of a weight with act-order
-        or a single group.
+        The part as a layer, or None if the part cannot be read separately. This is the case if a border of the part is
+        inside a word, a group or a block of scales, or if the part has only some rows of a weight with act-order or
+        with a single group.
     """
     roles = [role for role in layer.roles if role in axes]
     if any(len(axes[role]) != len(layer.shape(role)) for role in roles):
@@ -85,7 +85,7 @@ def _sizes(layer: Layer, axes: Mapping[str, tuple[str, ...]], roles: list[str]) 
                 for axis, size in zip(axes[role], layer.shape(role), strict=True)
                 if axis == "S"
             ):
-                continue  # only the blocks tell the number of codes in a word
+                continue  # only the number of blocks shows how many codes a word has
             return (K, N, G, per_word) if min(K, N, G) > 0 else None
     return None
 

@@ -26,10 +26,10 @@ class DenseWeight:
 
     Attributes:
         name: the layer's name in the model, without ".weight".
-        values: the weight, decoded only when a method asks for its values.
+        values: decodes the weight on request.
         bias: the bias `[N]`, or None.
         reason: the reason why the layer is not a `PackedWeight`.
-        kind: a property shared by the layers with the same reason, for example "Q6_K".
+        kind: what all layers with this reason have in common, for example the type "Q6_K".
 
     Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")
@@ -73,7 +73,7 @@ class CheckpointReader(ABC):
         format: the description of the checkpoint's format.
         metadata: the metadata of a single file, else empty.
         tensors: the tensors of a single file by name, else empty.
-        calculates: True if reading does arithmetic, which more threads speed up, and not only moves words.
+        calculates: True if reading does arithmetic, which more threads speed up. False if it only moves words.
 
     Examples:
         >>> weight = tmm.quantize_weight(torch.randn(24, 64), "uint4", group_size=32, name="up")

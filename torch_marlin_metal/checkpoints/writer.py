@@ -167,7 +167,7 @@ def export_checkpoint(
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint to write: a function that yields its tensors from an index on, their count, and the small files."""
+    """A checkpoint to write: a function that yields the tensors from an index on, their number, and the small files."""
 
     name: str
     items: Callable[[Exporter, int], Iterator[_Item]]
@@ -227,8 +227,9 @@ class _Changed(CheckpointError):
 def _one_thread() -> Iterator[None]:
     """Sets torch to one thread, so that the other cores are free for the writer.
 
-    Memory bandwidth limits moving words, so more threads do not help. Idle threads would spin between moves: with two
-    threads a conversion took 1.4 times the CPU time and, on two cores, more wall time.
+    Memory bandwidth limits the speed of moving words, so more threads do not help. Threads that wait for the next move
+    would spin and use CPU time. On two cores, a conversion with two torch threads took 1.4 times the CPU time of one
+    with one thread, and more wall time.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -332,7 +333,7 @@ def _write_rest(source: _Source, exporter: Exporter, journal: Journal) -> None:
     work = journal.work
     total = sum((work / shard).stat().st_size for shard in journal.shards)
     _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": journal.places})
-    (work / README).unlink(missing_ok=True)  # an interrupted run may have left a part, and write_card would keep it
+    (work / README).unlink(missing_ok=True)  # write_card would keep a part that an interrupted run left
     for file in source.copied:
         _copy(file, work / file.name)
     if isinstance(exporter, NativeExporter) and exporter.has_layers:

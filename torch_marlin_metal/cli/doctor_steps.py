@@ -105,7 +105,7 @@ def every_variant() -> Values:
 def profiled_products() -> Values:
     """Runs products of several dispatches while PyTorch's profiler records.
 
-    The profiler ends the command encoder after each kernel.
+    The profiler ends the command encoder after each kernel, so the kernels of a product have separate encoders.
     """
     a, product, expected = _problem(K=4096, N=64)
     for wait in (False, True):

@@ -81,7 +81,7 @@ def is_replaceable(cache: Any) -> bool:
 
 
 def cache_name(model: Any) -> str:
-    """Returns the name of the argument for a model's cache, which transformers 5.24 renames."""
+    """Returns the name of a model's argument for the cache. transformers 5.24 renames this argument."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 

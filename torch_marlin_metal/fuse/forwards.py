@@ -1,7 +1,7 @@
 """Inspects the forwards of modules, copies them with other functions, and records the modules' arguments.
 
 A forward finds functions by global names of its Python file. The replacement is a copy of the forward for which these
-names refer to other functions. The file's functions and its other modules do not change. Decorators are preserved: the
+names refer to other functions. The file itself and the other classes in it do not change. Decorators are preserved: the
 copy of a decorator's function calls the copy of the forward.
 """
 

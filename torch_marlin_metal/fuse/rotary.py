@@ -32,7 +32,10 @@ def _apply(variant: tuple[bool, bool, bool], q: Tensor, k: Tensor, cos: Tensor, 
 
 
 def variant_of(function: FunctionType) -> tuple[bool, bool, bool] | None:
-    """Returns the variant with a function's results on random input, for whole and partial heads, or None."""
+    """Returns the variant whose results equal a function's on random input, or None.
+
+    The comparison includes heads of which only a part is rotated.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 3, 16, generator=generator, device="cpu") for heads in (4, 2))
     results = []

@@ -18,8 +18,8 @@ from torch_marlin_metal.fuse.masks import kept_with
 from torch_marlin_metal.layers.equivalence import agrees, is_supported, random_like
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
-# More queries than this use the original. The mask is repeated for each head of a group, which takes much memory for
-# many queries, and a long prompt gains little from fewer dispatches.
+# With more queries than this, the original function is used. The fused function repeats the mask for each head of a
+# group, which takes much memory for many queries, and a long prompt gains little from fewer dispatches.
 MOST_QUERIES = 16
 PARAMETERS = ["module", "query", "key", "value", "attention_mask", "scaling"]
 

@@ -1,4 +1,4 @@
-"""Measures the rates that the planner's model assumes: memory, matrix products, instructions. Uses small kernels."""
+"""Measures, with small kernels, the rates that the planner's model assumes: memory, matrix products, instructions."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ class MeasuredFigure:
     """A measured figure and the figure in the planner's model.
 
     Attributes:
-        name: the name of the measured rate.
-        unit: "GB/s", "TFLOP/s", "us" or "clocks".
+        name: what was measured, for example a primitive of `PRIMITIVES`.
+        unit: the unit of both values: "GB/s", "TFLOP/s", "us" or "clocks".
         measured: the median over the rounds.
-        model: the figure in the planner's model.
+        model: the value in the planner's model.
     """
 
     name: str
@@ -116,8 +116,8 @@ class MeasuredGPU(RichText):
     """The measured rates of a GPU and the rates in the planner's model. Prints as a table.
 
     Attributes:
-        gpu: the GPU for which this machine plans.
-        figures: a figure for each measured rate.
+        gpu: the GPU whose figures the planner uses on this machine, see `AppleSiliconGPU.planned`.
+        figures: each entry compares one measured rate with the model.
     """
 
     gpu: AppleSiliconGPU

@@ -31,7 +31,7 @@ def occupancy_of(threads: int, half_registers: int, threadgroup_bytes: int, gpu:
         threads: threads per threadgroup.
         half_registers: 16-bit registers per thread.
         threadgroup_bytes: bytes of threadgroup memory per threadgroup.
-        gpu: the GPU.
+        gpu: supplies the resources of a core.
     """
     limits = {
         "threads": gpu.figures["most_threads"].value / threads,

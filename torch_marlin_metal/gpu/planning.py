@@ -164,7 +164,7 @@ def plan(
         has_bias: True if a bias is added.
         variant: "auto", "rounded", or the name of the only variant to consider.
         gpu: a GPU, its name, or None for this machine's GPU.
-        half_subnormals: True if the GPU keeps subnormal halves.
+        half_subnormals: True if the GPU keeps subnormal fp16 numbers, False if it flushes them to zero.
         tuned: True if "auto" and "rounded" use choices measured on this machine's GPU (see `tuning`). These choices
             never apply to another GPU.
 

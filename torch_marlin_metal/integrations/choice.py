@@ -64,7 +64,7 @@ def choose_layers(
     ties: Mapping[str, str] = NO_TIES,
     samples: Samples | None = None,
 ) -> tuple[list[str], Recipe]:
-    """Returns the layers, embeddings and experts modules to quantize, by name, and a recipe. No tensor was read yet.
+    """Returns the layers, embeddings and experts modules to quantize, by name, and a recipe. No tensor is loaded yet.
 
     Args:
         op: the caller's name for messages.

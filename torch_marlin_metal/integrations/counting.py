@@ -1,4 +1,4 @@
-"""The number, dtype and device of a model's parameters for other libraries. Packed weights are buffers instead."""
+"""The number and dtype of a model's weights, for libraries that look only at parameters. Packed weights are buffers."""
 
 from collections.abc import Iterable
 

@@ -3,9 +3,9 @@
     import torch_marlin_metal.integrations.sentence_transformers
     model = SentenceTransformer("a directory that SentenceTransformer.save wrote")
 
-`integrations.transformers` saves and loads the transformers model inside. The other modules, such as `Dense`, save and
-load a plain state_dict. This module makes their loader recognize packed layers in the state_dict. `quantize_model`
-imports this module for sentence-transformers models.
+Such a model contains a transformers model, which `integrations.transformers` saves and loads. The other modules, such
+as `Dense`, save and load a plain state_dict. This file makes their loader recognize packed layers in the state_dict.
+`quantize_model` imports this file for sentence-transformers models.
 """
 
 import functools

@@ -23,9 +23,9 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Common:
-    """Code bits, role of the zeros, group size, and dtype of the scales and of floating-point zeros.
+    """What weights in common tensors must share: code bits, role of the zeros, group size, and dtype of the scales.
 
-    For two-level scales, the dtype is that of the scale codes.
+    Floating-point zeros have the dtype of the scales. For two-level scales, it is the dtype of the scale codes.
     """
 
     bits: int
@@ -47,8 +47,8 @@ def common_of(weight: PackedWeight) -> Common | None:
 def wider(one: Common, other: Common, K: int) -> Common | None:
     """Returns the smallest format that represents weights of both formats, or None if there is none.
 
-    The weights remain exact, with one exception: if a bias replaces a zero point, weights change by one fp32 rounding,
-    with fp32 scales or with 8-bit codes and two-level scales.
+    The weights remain exact, with one exception. If a bias replaces a zero point, weights with fp32 scales change by
+    one fp32 rounding, and so do weights with 8-bit codes and two-level scales.
     """
     if one == other:
         return one

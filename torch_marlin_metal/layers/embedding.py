@@ -106,8 +106,8 @@ class MarlinEmbedding(MarlinLinear):
         """Quantizes an embedding on its device.
 
         Args:
-            embedding: the embedding. Its table must be float16, bfloat16 or float32, `embedding_dim` a multiple of 8,
-                and `max_norm`, `scale_grad_by_freq` and `sparse` must not be set.
+            embedding: an embedding with a table in float16, bfloat16 or float32 and `embedding_dim` a multiple of 8.
+                `max_norm`, `scale_grad_by_freq` and `sparse` must not be set.
             weight_format: see `quantize_weight`.
             group_size: see `quantize_weight`.
             method: "rtn" or "mse".

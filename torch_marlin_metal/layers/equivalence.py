@@ -85,8 +85,8 @@ def agrees_in_training(module: nn.Module, replacement: Callable[[], Any], origin
 
     Args:
         module: the module that both calls use. It is in training mode during the calls.
-        replacement: computes the result of the replacement.
-        original: computes the result of the original module.
+        replacement: calls the replacement and returns its result.
+        original: calls the original module and returns its result.
     """
     with in_mode(module, training=True):
         return agrees(replacement(), original())

@@ -7,9 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.joined_weights import with_same_scales
 from torch_marlin_metal.layers.activation import Activation, KnownActivation, find_known
 from torch_marlin_metal.layers.packed_layer import PackedLayer
-from torch_marlin_metal.packed_weight import COLUMN_TENSORS, WEIGHT_TENSORS, PackedWeight, has_values
+from torch_marlin_metal.packed_weight import (
+    COLUMN_TENSORS,
+    SCALE_BLOCK,
+    WEIGHT_TENSORS,
+    PackedWeight,
+    has_values,
+)
 
 _moe_gemm = torch.ops.torch_marlin_metal.moe_gemm.default
 _moe_gemm_gated = torch.ops.torch_marlin_metal.moe_gemm_gated.default
@@ -102,6 +109,7 @@ class ExpertWeights(PackedLayer):
                 raise StackError(f"expected at least one part of expert {index}, got none")
             for part in parts:
                 part.validate()
+            parts = with_same_scales([*outlines, *parts])[len(outlines) :]
             outlines = outlines or [_outline(part) for part in parts]
             if reason := difference(outlines, parts):
                 raise StackError(reason)
@@ -131,6 +139,7 @@ class ExpertWeights(PackedLayer):
             super_dtype=None if first.super_scales is None else first.super_scales.dtype,
             global_scale_per_column=len(parts) > 1 or _per_column(first),
             perm=first.perm is not None,
+            block_scales=first.has_block_scales,
             device=first.b_packed.device,
             dtype=dtype,
         )
@@ -145,7 +154,9 @@ class ExpertWeights(PackedLayer):
                     if own is not None and own.shape[-1] == 1 and name == "global_scale":
                         own[index] = 1.0 if given_tensor is None else given_tensor
                     elif own is not None:
-                        own[index, ..., start : start + size] = 1.0 if given_tensor is None else given_tensor
+                        unit = SCALE_BLOCK if name == "scales" and part.has_block_scales else 1
+                        columns = slice(start // unit, (start + size) // unit)
+                        own[index, ..., columns] = 1.0 if given_tensor is None else given_tensor
                 start += size
             first = parts[0]
             if self.perm is None and first.perm is not None:
@@ -226,12 +237,7 @@ class ExpertWeights(PackedLayer):
             return whole
         start = sum(self.sizes[:part])
         columns = slice(start, start + self.sizes[part])
-        common = "global_scale" if whole.global_scale is not None and whole.global_scale.numel() == 1 else ""
-        cut: dict[str, Any] = {
-            name: tensor[..., columns]
-            for name, tensor in whole.tensors().items()
-            if name in COLUMN_TENSORS and name != common
-        }
+        cut = whole.cut(columns)
         if copy:
             cut = {name: tensor.contiguous() for name, tensor in cut.items()}
         scale = cut.get("global_scale")
@@ -267,8 +273,8 @@ class MarlinExperts(nn.Module):
         down: the weights of down, or a stack of `layers/mixed_experts.py`.
         activation: a function from the product `[T, top_k, 2 * I]` of `gate_up` to `[T, top_k, I]`. If
             `gated_activation` has the same results on random input, that operator replaces the function. An activation
-            that is a module becomes a child of this module. An activation that is a module's method needs this other
-            module elsewhere in the model.
+            that is a module becomes a child of this module. If the activation is a method of another module, that
+            module must be elsewhere in the model.
         top_k: the number of experts per token, for which `prepare` compiles kernels. None means unknown.
 
     Examples:
@@ -362,6 +368,8 @@ def difference(mine: Sequence[PackedWeight], other: Sequence[PackedWeight]) -> s
     for part in (*mine, *other):
         if (part.K, part.weight_format, part.group_size) != (first.K, first.weight_format, first.group_size):
             return "sizes, weight formats or group sizes differ"
+        if part.has_block_scales != first.has_block_scales:
+            return "only some have scales of blocks"
         for name in ("scales", "zeros", "super_scales", "super_zeros", "bias"):
             a, b = getattr(first, name), getattr(part, name)
             if (a is None) != (b is None) or (a is not None and a.dtype != b.dtype):

@@ -75,7 +75,7 @@ class ExpertFinder:
 
     Args:
         modules: the modules of a model with float experts, by name. They must not change while the finder is used.
-        fits: returns True for an experts module.
+        fits: returns True for the modules to find.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], fits: Callable[[nn.Module | None], bool] = is_experts) -> None:

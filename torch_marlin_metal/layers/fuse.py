@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.joined_weights import joined
 from torch_marlin_metal.layers.equivalence import check_module
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.layers.packed_layer import version_of
 from torch_marlin_metal.layers.weight_info import WeightInfo
-from torch_marlin_metal.packed_weight import PackedWeight, joined
+from torch_marlin_metal.packed_weight import PackedWeight
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 

@@ -38,6 +38,7 @@ class MarlinLinear(PackedLayer):
             levels too if `zeros_dtype` is uint8.
         global_scale_per_column: True if nvfp4's `global_scale` has a value per column, False if it has a single value.
         perm: True if the weight has an act-order permutation.
+        block_scales: True if one scale is for a block of 128 x 128 weights, see `PackedWeight.scales`.
         device: device of the tensors.
         dtype: dtype of the bias and value of `.weight.dtype`. None means the default dtype.
 
@@ -66,6 +67,7 @@ class MarlinLinear(PackedLayer):
         super_dtype: torch.dtype | None = None,
         global_scale_per_column: bool = False,
         perm: bool = False,
+        block_scales: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -85,6 +87,7 @@ class MarlinLinear(PackedLayer):
             super_dtype=super_dtype,
             global_scale_per_column=global_scale_per_column,
             perm=perm,
+            block_scales=block_scales,
             device=device,
             dtype=dtype,
         )
@@ -129,6 +132,7 @@ class MarlinLinear(PackedLayer):
             super_dtype=None if packed.super_scales is None else packed.super_scales.dtype,
             global_scale_per_column=global_scale is not None and global_scale.numel() > 1,
             perm=packed.perm is not None,
+            block_scales=packed.has_block_scales,
             device="meta",
             dtype=dtype,
         )
@@ -153,7 +157,7 @@ class MarlinLinear(PackedLayer):
         """Quantizes a Linear layer on its device. The new layer shares the bias with `linear`.
 
         Args:
-            linear: the layer. Its weight must be float16, bfloat16 or float32, with K a multiple of 8.
+            linear: a layer with a weight in float16, bfloat16 or float32 and K a multiple of 8.
             weight_format: see `quantize_weight`.
             group_size: see `quantize_weight`.
             method: "rtn" or "mse".

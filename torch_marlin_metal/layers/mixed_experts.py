@@ -78,8 +78,8 @@ class JoinedExpertWeights(nn.Module):
     """Gate and up of all experts in two stacks. One of the stacks may be in floats.
 
     Args:
-        gate: the weights of gate.
-        up: the weights of up, in the same shape as gate.
+        gate: the stack with the weights of gate.
+        up: the stack with the weights of up, in the same shape as gate.
         alternates: True if gate and up columns alternate, False if they are two halves.
     """
 

@@ -13,6 +13,7 @@ from torch_marlin_metal.formats import WEIGHT_FORMATS, resolve_group_size
 from torch_marlin_metal.formats import weight_format as find_format
 from torch_marlin_metal.huge_pages import prefer_huge_pages
 from torch_marlin_metal.packed_weight import (
+    SCALE_BLOCK,
     SUPER_BLOCK,
     WEIGHT_TENSORS,
     PackedWeight,
@@ -44,6 +45,7 @@ class PackedLayer(nn.Module):
             levels too if `zeros_dtype` is uint8.
         global_scale_per_column: True if nvfp4's `global_scale` has a value per column, False if it has a single value.
         perm: True if the weight has an act-order permutation.
+        block_scales: True if one scale is for a block of 128 x 128 weights, see `PackedWeight.scales`.
         device: device of the tensors.
         dtype: dtype of the bias. None means the default dtype.
     """
@@ -73,6 +75,7 @@ class PackedLayer(nn.Module):
         super_dtype: torch.dtype | None = None,
         global_scale_per_column: bool = False,
         perm: bool = False,
+        block_scales: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -82,6 +85,12 @@ class PackedLayer(nn.Module):
         self.group_size = resolve_group_size(type(self).__name__, fmt, group_size, K)
         self.dtype = dtype or torch.get_default_dtype()
         grouped = (-(-K // self.group_size), N)
+        if block_scales and not (fmt.takes_block_scales and self.group_size == SCALE_BLOCK and N % SCALE_BLOCK == 0):
+            raise ValueError(
+                f"{type(self).__name__}: block_scales: expected float8_e4m3, group_size {SCALE_BLOCK} and a multiple "
+                f"of {SCALE_BLOCK} columns, got {fmt.name}, {self.group_size} and {N}"
+            )
+        scales = (grouped[0], N // SCALE_BLOCK) if block_scales else grouped
 
         coded = fmt.zeros_role == "zero_point" or super_dtype is not None
         zeros_dtype = zeros_dtype or (torch.uint8 if coded else scale_dtype)
@@ -89,7 +98,7 @@ class PackedLayer(nn.Module):
         super_zeros = super_dtype is not None and fmt.zeros_role == "bias" and zeros_dtype == torch.uint8
         specs: dict[str, tuple[bool, tuple[int, ...], torch.dtype]] = {
             "b_packed": (True, (*stack, K // fmt.codes_per_word, N), torch.int32),
-            "scales": (True, (*stack, *grouped), torch.uint8 if fmt.has_coded_scales else scale_dtype),
+            "scales": (True, (*stack, *scales), torch.uint8 if fmt.has_coded_scales else scale_dtype),
             "zeros": (fmt.zeros_role != "none", (*stack, *grouped), zeros_dtype),
             "super_scales": (super_dtype is not None, blocks, super_dtype or torch.float16),
             "super_zeros": (super_zeros, blocks, super_dtype or torch.float16),

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-# Parts of class names in transformers whose models end in a trained head with few classes.
+# A transformers model ends in a trained head with few classes if its class name contains this pattern.
 CLASSIFIERS = re.compile(r"For\w*(Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|XVector)")
 IN_HEAD = "it belongs to the head of a classifier"
 
@@ -37,8 +37,8 @@ def staying_layers(model: nn.Module, heads: bool = True) -> dict[int, str]:
 def classifier_heads(model: nn.Module) -> set[int]:
     """Returns the ids of the Linear layers in classifier heads, anywhere in a model.
 
-    In a transformers class, these are the layers outside the base model. If there are none, or if the class has no base
-    model, they are the layers with one row per label. If there are none either, the last layer is the head.
+    The head of a transformers class is the layers outside the base model. If there are none, or if the class has no
+    base model, the head is the layers with one row per label. If there are none either, the head is the last layer.
     """
     found: set[int] = set()
     for module in model.modules():

@@ -15,8 +15,8 @@ from torch_marlin_metal.sizes import parse_size
 
 SAMPLE_EXPERTS = 4  # experts per layer of a mixture for which a format's error is measured
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of the expert count in transformers' configs
-# The factor of the vocabulary's error in the sum with all other layers' errors. It is 1/4 to 3 in small trained models.
-# The larger number preserves many bits for the vocabulary.
+# The factor of the vocabulary's error in the sum of all layers' errors. In small trained models, it is 1/4 to 3. A
+# larger number is used here, so that the vocabulary keeps many bits.
 VOCABULARY_WEIGHT = 4
 LAYER_BYTES = 12  # bytes of `packed_format`, which a packed layer stores in addition to its weight
 STORED_BYTES = LAYER_BYTES + 1  # bytes of the same in a file, which also stores the layer's `GUARD`
@@ -26,7 +26,7 @@ class Widths:
     """Collects the layers of a model and selects their formats.
 
     Args:
-        recipe: the recipe for the model, with its vocabulary.
+        recipe: the recipe before the selection, with the names of the vocabulary's layers.
     """
 
     def __init__(self, recipe: Recipe) -> None:

@@ -1,1 +1,1 @@
-"""Loads a checkpoint into a model: plans from the headers, then places and fills the packed layers."""
+"""Loads a checkpoint into a model: makes a plan from the headers, sets placeholders, and replaces them by layers."""

@@ -61,21 +61,22 @@ class Caller:
 
     Attributes:
         op: the caller's name for error messages.
-        find: maps the checkpoint's name of a layer or tensor to the model's name. None means that it is not loaded.
+        find: maps the checkpoint's name of a layer or tensor to the model's name, or to None if it is not loaded.
         ties: modules that share another module's weight: name -> name of the other module.
         bias_ties: biases that will become the same tensor after loading: name -> name of the other bias.
         exclude: layers that are decoded to floats.
         exclude_argument: the name of the caller's argument for `exclude`.
         ignore: layers and tensors of the checkpoint that the model may lack, by their names in the model.
         keep: tensors of the model that the checkpoint may lack.
-        hosted: True if a host library loads the tensors outside the packed layers. It then also reports parts of the
-            checkpoint that the model's class lacks, for example another class's head. These parts are not loaded.
-        unused: returns True for tensors that the model's class ignores, for a host library.
+        hosted: True if a host library loads the tensors outside the packed layers. The host library then also reports
+            parts of the checkpoint that the model's class lacks, for example another class's head. These parts are not
+            loaded.
+        unused: if a host library loads tensors: returns True for the name of a tensor that the model's class ignores.
         reinitializes: True if the model's class initializes a layer whose shape differs in the checkpoint. None means
             False, for callers without such an argument.
-        parts: True if the process loads only its parts of layers. Then no complete layer is read to find the layers
-            that are decoded to floats. The warning before the load lists the layers that the headers reveal. A warning
-            after the load lists the others.
+        parts: True if the process loads only its parts of layers. It then reads only headers to find the layers that
+            will be decoded to floats. A warning before loading lists these layers. If values show further layers, a
+            warning after loading lists them.
         device_of: the device of a loaded module. None means the replaced module's device, or the CPU for the meta
             device.
         dtype: dtype of floating-point tensors that are not packed. None means the dtype of the replaced tensors.

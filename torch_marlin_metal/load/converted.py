@@ -1,7 +1,8 @@
 """Reads single files of diffusion models under diffusers' names. The files use their authors' or ComfyUI's names.
 
-diffusers has a function for each model class that converts the names of such files. It is called with the placeholders
-of `row_tensor.py`. `ConvertedReader` then reads the packed rows for each new name.
+For each model class, diffusers has a function that converts the tensors of such a file. Here, the function gets the
+placeholders of `row_tensor.py` instead of packed weights. `ConvertedReader` then reads the packed rows of each
+converted placeholder.
 """
 
 import os
@@ -21,15 +22,16 @@ from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFo
 from torch_marlin_metal.checkpoints.float_rows import FloatRows
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.joined_weights import joined
 from torch_marlin_metal.load.row_tensor import RowError, RowTensor, stand_ins
 from torch_marlin_metal.models.linear_layers import ModelMismatchError
-from torch_marlin_metal.packed_weight import PackedWeight, joined
+from torch_marlin_metal.packed_weight import PackedWeight
 
 COMFY_PREFIX = "model.diffusion_model."
 
 
 class ConvertedReader(CheckpointReader):
-    """Wraps a reader. Its layers have the names and the rows of placeholders that diffusers converted.
+    """Reads the layers of a file under diffusers' names, with the rows that diffusers' models have.
 
     Args:
         reader: the reader of the file.
@@ -65,7 +67,7 @@ class ConvertedReader(CheckpointReader):
         return N, K
 
     def kind(self, index: int) -> Hashable:
-        """Returns the layer's size and the kinds of the layers in the file that contain its rows."""
+        """Returns a key from the layer's size and from the keys of the file's layers that contain the layer's rows."""
         return self.sizes(index), tuple(self._reader.kind(own) for own, _ in self._runs(index))
 
     def convert(self, index: int) -> PackedWeight:

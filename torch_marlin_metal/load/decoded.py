@@ -15,7 +15,7 @@ def float_module(
     """Makes the floating-point module that replaces a packed layer.
 
     Args:
-        held: the packed layer. The new module gets its mode and hooks.
+        held: the packed layer, whose training mode and hooks the new module gets.
         own: the original module of the model's class, on the meta device. None means an nn.Linear or nn.Embedding.
         packed: the weight of the layer.
         dtype: dtype of the floats.

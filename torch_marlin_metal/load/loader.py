@@ -50,10 +50,10 @@ class Loader:
         model: changed in place.
         reader: the checkpoint.
         caller: the caller's options.
-        warn: warns the user about a layer that is not packed in the model as it is in the file.
+        warn: shows a warning about layers that are packed in the file but not in the model.
 
     Attributes:
-        plan: the plan.
+        plan: the position of each layer and tensor of the checkpoint in the model.
         changes: the changes to the model, so that callers can undo them.
     """
 
@@ -125,7 +125,7 @@ class Loader:
         return report
 
     def _complete(self) -> None:
-        """Initializes the other tensors of the model's own modules that were restored for decoded weights."""
+        """Initializes the remaining tensors of modules that were restored to hold decoded weights."""
         names = [
             f"{target.name}.{key}"
             for target in self._back
@@ -233,7 +233,7 @@ class Loader:
         raise ModelMismatchError(f"{self._caller.op}: {where}{way}")
 
     def _reinitialize(self, place: Place) -> Iterator[LayerReport]:
-        """Does not load a layer of the checkpoint. The model's class initializes its own module."""
+        """Skips a layer of the checkpoint, and lets the model's class initialize the module instead."""
         target, tensors = place.spot.target, self._tensors
         module, old = target.module, tensors.get(f"{target.name}.weight")
         self._put(target, module)

@@ -43,14 +43,14 @@ def shared_prefix(
     """Returns the prefix that must be removed from the checkpoint's names to get the model's names, or "".
 
     torch.compile ("_orig_mod."), DistributedDataParallel ("module.") and programs that store the model in an attribute
-    add such a prefix when they save. A model for text and images adds a prefix to the names of its text model.
+    add a prefix to all names when they save. A model for text and images adds a prefix to the names of its text model.
 
     Args:
         layers: the names of the packed layers.
         others: the names of all other tensors.
         has_place: returns True if the model has a layer with the given name.
-        in_part: True if the model may be a part of the model in the checkpoint, so that other names may lack the
-            prefix.
+        in_part: True if the checkpoint may belong to a larger model that contains this model. Names of the other parts
+            then need not have the prefix.
     """
     named = list(layers)
     if any(map(has_place, named)):

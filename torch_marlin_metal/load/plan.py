@@ -176,7 +176,7 @@ class _Planner:
         experts.indexes[inner] = index
 
     def _experts_of(self, prefix: str, parts: tuple[str, ...]) -> ExpertsPlace:
-        """Returns the position of an experts module. Creates it for the module's first layer."""
+        """Returns the `ExpertsPlace` of an experts module. Makes it when the first layer of the module is found."""
         target = self._targets[prefix]
         if target.name not in self._plan.experts:
             layers = ExpertLayers.of(target.module, parts)

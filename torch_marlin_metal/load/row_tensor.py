@@ -1,8 +1,8 @@
 """Placeholders for a file's packed weights, for functions of other libraries that rename, split and join tensors.
 
-Such functions convert a model's original files. They may split and reorder rows, for example if one library stores
-projections in one matrix and another in three. The placeholders record row numbers of the file, so the functions run
-unchanged and without weights in memory.
+A library converts the original files of a model with such functions. The functions may split and reorder rows, for
+example if the file stores projections in one matrix and the library in three. The placeholders record row numbers of
+the file, so the functions run unchanged and without weights in memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ ALONG_ROWS = (
 
 
 class RowError(ValueError):
-    """A function applied an operation to a packed weight that does not only select rows."""
+    """A function applied to a packed weight an operation that does more than select rows."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RowTable:
     """The rows of all packed layers in a checkpoint, numbered consecutively.
 
     Attributes:
-        reader: the checkpoint.
+        reader: reads the layers to which the rows belong.
         starts: the number of the first row of each layer, followed by the total number of rows.
     """
 
@@ -94,7 +94,7 @@ class RowTensor(Tensor):
 def stand_ins(reader: CheckpointReader, inside: str = "") -> dict[str, Tensor]:
     """Returns the tensors of a checkpoint by name, with placeholders for the weights of packed layers.
 
-    All other tensors are read, and 8-bit floats are converted to bf16, which represents their values. Tensors whose
+    All other tensors are read, and 8-bit floats are converted to bf16 without loss. Tensors whose
     names do not start with `inside` are omitted.
     """
     sizes = [reader.sizes(index) for index in range(len(reader))]

@@ -58,7 +58,7 @@ class FloatShare:
         return f"{stored / total:.0%} of the bytes of its matrices ({stored / MB:.3g} MB): {self._kinds(total)}"
 
     def _sizes(self) -> tuple[int, int]:
-        """Returns the stored bytes of these layers and the stored bytes of all layers."""
+        """Returns the bytes in the file of the layers that are decoded to floats, and of all layers."""
         reader = self._reader
         return sum(self._stored.values()), max(1, sum(map(reader.stored_bytes, range(len(reader)))))
 
@@ -107,7 +107,10 @@ def _float_bytes(spot: Spot, caller: Caller) -> int:
 def _float_experts(
     experts: ExpertsPlace, refused: dict[int, str], caller: Caller
 ) -> Iterator[tuple[int, str, LinearShape]]:
-    """Yields (index, kind, shape) for each layer in those stacks that contain a layer that cannot be packed."""
+    """Yields (index, kind, shape) for each layer of the stacks that are decoded to floats.
+
+    A stack is decoded if one of its layers cannot be packed.
+    """
     every = ([*gate_up, *down] for gate_up, down in map(experts.layers.names, range(experts.layers.count)))
     for names in zip(*every, strict=True):
         indexes = {name: experts.indexes[name] for name in names if name in experts.indexes}

@@ -17,15 +17,15 @@ def initialize(
     """Lets the model's classes compute tensors that are on the meta device, for example rotary frequencies.
 
     transformers models do this in `_init_weights`, which transformers also calls for its own empty models. The method
-    is called for a copy of the module whose other tensors have no values, so nothing else changes.
+    gets a copy of the module whose other tensors have no values, so it changes nothing else.
 
     Args:
         op: the caller's name for the error message.
-        model: the model.
-        tensors: the tensors of the model.
-        names: the names of the tensors to compute.
-        device: the device of the computed tensors.
-        changes: records the changes.
+        model: the model that `tensors` describes.
+        tensors: as they were before the computation.
+        names: the tensors to compute, by their names in the model.
+        device: where the computed tensors are made.
+        changes: gets an entry for each computed tensor, so that the caller can undo it.
 
     Raises:
         ModelMismatchError: a class does not compute one of the tensors.
@@ -64,7 +64,9 @@ def initialize(
 def watch(model: Any, op: str) -> None:
     """Makes a transformers model raise an error if its classes do not set a tensor during loading.
 
-    transformers allocates the tensors that are in no file, and then calls `_initialize_missing_keys` once.
+    transformers allocates the tensors that are in no file, and then calls `_initialize_missing_keys` once. The wrapped
+    method first gives these tensors a value that no model computes. A tensor that has this value afterwards was not
+    set.
     """
     original: Callable[[bool], None] = model._initialize_missing_keys
 

@@ -18,9 +18,9 @@ def decode_experts(
     """Yields (name, values) for each parameter of the model's own experts module.
 
     Args:
-        layers: the layers of the module.
+        layers: describes the experts module.
         read: returns the weight of the layer with the given name.
-        dtypes: the dtype of each parameter.
+        dtypes: name of a parameter -> its dtype.
 
     Raises:
         StackError: a weight does not have the size of the model's experts.

@@ -62,10 +62,10 @@ def shape_of(experts: nn.Module, name: str) -> LinearShape:
 
 
 class Gate:
-    """A callable activation of an experts module that, unlike the bound method, can be pickled.
+    """The activation of an experts module, as a callable that can be pickled.
 
-    pickle looks up a bound method by the name of its function, but transformers' decorator adds a function with another
-    name.
+    The module's bound method cannot be pickled: pickle looks up a bound method by the name of its function, but
+    transformers' decorator adds a function with another name.
     """
 
     def __init__(self, module: Any) -> None:
@@ -113,7 +113,7 @@ class ExpertLayers:
         return cls(gate_module, count, parts, (gate_up, down), why_unknown(experts), alternates)
 
     def names(self, index: int) -> tuple[list[str], list[str]]:
-        """Returns the names in the experts module of one expert's layers: ([gate, up] or [gate_up], [down])."""
+        """Returns the names of one expert's layers within the module: ([gate, up] or [gate_up], [down])."""
         if not self.parts:
             return [f"gate_up_proj.{index}"], [f"down_proj.{index}"]
         gate, up, down = self.parts
@@ -162,7 +162,7 @@ class ExpertLayers:
                 `DenseWeight.kind` ("" for a packed layer), and its bytes.
 
         Raises:
-            StackError: the model computes something else with its experts.
+            StackError: the model computes something else with its experts than `MarlinExperts` does.
         """
         if self.why_unknown:
             raise StackError(self.why_unknown)
@@ -239,6 +239,7 @@ class ExpertLayers:
 
     def _alternated(self, parts: Sequence[PackedWeight]) -> PackedWeight:
         """Makes one weight with alternating gate and up columns."""
+        parts = [part.expanded_scales() for part in parts]  # interleaved columns are not blocks
         if reason := difference(parts[:1], parts[1:]):
             raise StackError(reason)
         first, second = (part.tensors() for part in parts)
@@ -299,7 +300,7 @@ class NamedExperts(MarlinExperts):
 
 
 class ExpertsOfEachToken(NamedExperts):
-    """Experts that all receive all tokens, like those of Llama 4. The host waits for the device."""
+    """Experts that all receive all tokens, like those of Llama 4. The forward makes the host wait for the device."""
 
     def __init__(self, layers: ExpertLayers, gate_up: Any, down: Any) -> None:
         super().__init__(layers, gate_up, down)
@@ -316,7 +317,7 @@ class ExpertsOfEachToken(NamedExperts):
                 f"{type(self).__name__}: hidden_states: expected [E * T, H] with all tokens for each of "
                 f"E = {self.num_experts} experts, got {list(hidden_states.shape)}"
             )
-        rows = hidden_states.ne(0).any(-1).nonzero()  # rows of zeros have results of zeros
+        rows = hidden_states.ne(0).any(-1).nonzero()  # the result of a row of zeros is known to be zeros
         experts = rows // (len(hidden_states) // self.num_experts)
         weights = hidden_states.new_ones(experts.shape)
         computed = super().forward(hidden_states[rows[:, 0]], experts, weights)

@@ -23,11 +23,12 @@ class Difference:
     """A setting whose value in the config differs from the value in the file.
 
     Attributes:
-        said: the file's keys and tensors that determine the setting. None stands for the values of a tensor.
+        said: the file's keys and tensors that determine the setting, with their values. For a tensor, the value is
+            None.
         setting: the config's setting, or "" if the config has none.
         held: the value in the config.
         wanted: the value in the file.
-        why: the explanation of a difference without a setting.
+        why: the explanation, if the config has no such setting.
     """
 
     said: Mapping[str, Any]
@@ -47,7 +48,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Case:
-    """The data of a comparison: config, file, use of llama.cpp's defaults, and head size."""
+    """The data of a comparison. `complete` is the argument of `differences`, `head` the size of a head."""
 
     config: Any
     file: FileSettings

@@ -6,7 +6,7 @@ from typing import Any
 from torch_marlin_metal.checkpoints.formats.gguf_keys import FileSettings
 from torch_marlin_metal.models.gguf_rope import LATENT
 
-# Values in llama.cpp's code for an architecture without a key for them.
+# Settings for which an architecture has no key -> their values in llama.cpp's code.
 FIXED: dict[str, dict[str, Any]] = {
     "bitnet": {"hidden_act": "silu"},
     "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
@@ -39,7 +39,7 @@ def model_type(architecture: str, kind: str, file: FileSettings) -> str:
     Args:
         architecture: the architecture of the file.
         kind: the model type of most files with the architecture.
-        file: the keys of the file.
+        file: the keys and tensors of the file, which distinguish the model types.
     """
     if architecture == "llama" and file.values.get("expert_count"):
         return "mixtral"

@@ -25,7 +25,8 @@ CPU = torch.device("cpu")
 # Relative tolerances: for factors, which the converter rounds to fp32, and for frequencies, which transformers computes
 # in fp32.
 FACTOR_TOLERANCE, FREQUENCY_TOLERANCE = 2e-6, 1e-5
-# Gemma 4 rotates only the first pairs of a head. llama.cpp divides the frequencies of the other pairs by at least this.
+# Gemma 4 rotates only the first pairs of a head. To stop the other pairs, llama.cpp divides their frequencies by at
+# least this number.
 UNTURNED = 1e29
 # The settings of Llama 3.1, 3.2 and 3.3. Only their ratios to the context length have an effect.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -199,14 +200,14 @@ def _yarn(config: Any, file: FileSettings, held: Mapping[str, Any], base: float,
     magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
     attention: float | None = None
     if (gain := file.number("rope.scaling.attn_factor")) is not None:
-        # For OLMo, the key has transformers' attention factor. For others, llama.cpp multiplies its value by YaRN's
-        # factor.
+        # In files of OLMo, the value is transformers' attention factor. In other files, llama.cpp multiplies the value
+        # by YaRN's factor.
         attention = gain if file.architecture == "olmo2" else gain * magnitude
     if (gain := file.number("rope.scaling.yarn_attn_factor")) is not None:
         attention = gain
     multiplier = file.number("rope.scaling.yarn_log_multiplier")
     if multiplier and file.architecture in LATENT:
-        # The converter writes a tenth of the setting. llama.cpp uses the value for both of transformers' settings.
+        # llama.cpp has one value for two settings of transformers. The file has a tenth of the value.
         settings |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * multiplier, 6))
     elif multiplier:
         attention = (attention or magnitude) / (0.1 * multiplier * math.log(factor) + 1.0 if factor > 1.0 else 1.0)
@@ -250,10 +251,10 @@ def _longrope(config: Any, file: FileSettings, short: Tensor, long: Tensor, atte
 def llama3_settings(factors: Tensor, base: float, dims: int) -> dict[str, Any] | None:
     """Returns transformers' settings of type "llama3" that reproduce the factors, or None if there are none.
 
-    The converter divides the frequency of a pair by the factor if its wave is longer than C / low, and by 1 if the wave
-    is shorter than C / high. Between these limits, it divides by 1 / ((1 - s) / factor + s) with s = (C / wave - low) /
-    (high - low). The factors determine only C / low and C / high. The values of Llama 3 are therefore tried first, then
-    low = 1.
+    Let C be `original_max_position_embeddings`, and wave the wavelength of a pair in positions. The converter divides
+    the pair's frequency by the factor if wave > C / low, and by 1 if wave < C / high. Between these limits, it divides
+    by 1 / ((1 - s) / factor + s) with s = (C / wave - low) / (high - low). The factors determine only C / low and
+    C / high, not C, low and high. The values of Llama 3 are therefore tried first, then low = 1.
 
     Args:
         factors: fp64 `[D / 2]`, from the file.

@@ -65,7 +65,7 @@ def differences(
 
 
 def _key_of_head(config: Any) -> str:
-    """Returns the key for the size of a head, of which a fraction is rotated."""
+    """Returns the key for the size of a head. The number of rotated dimensions is a fraction of this size."""
     if not is_latent(config):
         return "attention.key_length"
     return "attention.key_length_mla" if config.model_type == "mistral4" else "rope.dimension_count"
@@ -215,10 +215,10 @@ def check_settings(
 
     Args:
         op: the caller's name for the message.
-        path: the file for the message.
-        model: the model to load into.
-        metadata: the file's metadata.
-        tensors: the file's tensors.
+        path: the file's path for the message.
+        model: any model. Only a transformers model is compared.
+        metadata: key -> value in the file.
+        tensors: name in the file -> tensor. Some settings follow from their names and shapes.
         ignore: keys of the file that the model may contradict, selected as in `patterns.py`.
 
     Returns:

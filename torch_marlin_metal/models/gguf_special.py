@@ -16,7 +16,8 @@ from torch_marlin_metal.models.gguf_case import (
     plain,
 )
 
-# llama.cpp's pattern for files without one: the number of layers in a period, of which only the last has no window.
+# For files that do not state which layers have a sliding window: llama.cpp's number of layers in a period. Only the
+# last layer of a period has no window.
 PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "cohere2": 4, "exaone4": 4, "afmoe": 4}
 
 # How the router computes expert weights: 1 is softmax over all experts (the default), 2 sigmoid, 3 softmax over the
@@ -96,7 +97,7 @@ def _key_value_heads(case: Case, name: str, value: Any) -> Iterator[Difference]:
         return
     if not has_setting(case.config, "num_key_value_heads"):
         own = held_value(case.config, "num_attention_heads") if has_setting(case.config, "num_attention_heads") else 0
-        if has_setting(case.config, "num_kv_heads"):  # Falcon: in its old layout, it has one head
+        if has_setting(case.config, "num_kv_heads"):  # Falcon, whose old layout has one key head
             if case.config.new_decoder_architecture or value != 1:
                 yield from case.difference(name, "num_kv_heads", value)
         elif getattr(case.config, "multi_query", False):
@@ -271,7 +272,10 @@ def _normalizes(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _sparsity(case: Case, name: str, value: Any) -> Iterator[Difference]:
-    """Yields a difference in the fractions of zeros. llama.cpp stores their quantiles in the normal distribution."""
+    """Yields a difference in the fractions of activations that become 0.
+
+    The file stores the quantiles of the normal distribution for these fractions.
+    """
     shares = [round(NormalDist().cdf(each), 6) for each in (value if isinstance(value, list) else [value])]
     if len(shares) == 1:
         shares *= int(case.file.number("block_count") or 1)

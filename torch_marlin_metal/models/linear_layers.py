@@ -14,7 +14,8 @@ from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 
 # Rotary frequencies. Models compute them, but llama.cpp and old transformers versions also store them in files.
 COMPUTED = ("*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# Subclasses of nn.Linear in transformers that differ only in rounding: after the product and again after the bias.
+# Subclasses of nn.Linear in transformers that differ only in rounding: they round after the product and again after the
+# addition of the bias.
 PLAIN_SUBCLASSES = ("FalconLinear",)
 
 
@@ -45,9 +46,9 @@ def is_transposed(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Returns True if a module computes only `a @ w.T + bias`.
 
-    These are `nn.Linear`, subclasses with an unchanged `forward`, `PLAIN_SUBCLASSES`, and `Conv1D`. The output
-    projection of `nn.MultiheadAttention` is excluded, because the attention multiplies by the projection's weight and
-    never calls the projection.
+    Such modules are `nn.Linear`, subclasses with an unchanged `forward`, `PLAIN_SUBCLASSES`, and `Conv1D`. The result
+    is False for the output projection of `nn.MultiheadAttention`, because the attention multiplies by the projection's
+    weight and never calls the projection.
     """
     kind = type(module)
     if not isinstance(module, nn.Linear):
@@ -103,7 +104,7 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
 
 
 def packed_layer(old: nn.Module, packed: PackedWeight, dtype: torch.dtype) -> MarlinLinear:
-    """Makes the packed layer that replaces `old`, an embedding or a Linear layer with its bias."""
+    """Makes the packed layer that replaces an embedding, or a Linear layer whose bias the packed layer gets."""
     if isinstance(old, nn.Embedding):
         return MarlinEmbedding.like(old, packed, dtype)
     return MarlinLinear.from_packed(replace(packed, bias=old._parameters.get("bias")), dtype=dtype)

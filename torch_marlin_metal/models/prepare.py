@@ -19,8 +19,8 @@ from torch_marlin_metal.packed_weight import WEIGHT_TENSORS
 
 ROWS = (1, 16, 128, 512)  # one token, and prompts of several lengths, which may use different kernels
 MOST_THREADS = 8  # a compiling thread only waits for one of Metal's compiler processes
-# Before torch 2.15, two threads that use PyTorch kernels for the first time can crash the process: both change a table
-# without a lock.
+# Before torch 2.15, two threads that use PyTorch kernels for the first time can crash the process, because both change
+# a table without a lock.
 TORCH_LOCKS_ITS_KERNELS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 Tasks = dict[tuple[Any, ...], Callable[[], None]]
@@ -116,9 +116,9 @@ def _compile(layer: MarlinLinear, M: int, dtype: torch.dtype) -> None:
 
 
 def _run_without_experts(experts: MarlinExperts, T: int, top_k: int, dtype: torch.dtype, is_down: bool) -> None:
-    """Runs a product with ids of no experts. It compiles the kernels, but reads no weight and multiplies nothing.
+    """Compiles the kernels of a product by running it without an expert in any row.
 
-    For gate and up, the activation runs after the product.
+    The product then reads no weight and multiplies nothing. For gate and up, the activation runs after the product.
     """
     stack = experts.down if is_down else experts.gate_up
     device = stack.place

@@ -1,4 +1,4 @@
-"""Determines why layers of a model are not changed when it is quantized or when packed layers are replaced."""
+"""Determines why quantizing a model, or replacing its packed layers, leaves some layers unchanged."""
 
 from collections import defaultdict
 
@@ -15,8 +15,8 @@ from torch_marlin_metal.packed_weight import FLOAT_DTYPES
 from torch_marlin_metal.replace.detect import tensors_of
 
 KEPT = 'it belongs to the vocabulary, and vocabulary_format is "none"'
-# Class of a transformers module (5.23) -> its Linear layers whose weight the forward of the class multiplies or
-# rearranges itself.
+# Class of a transformers module (5.23) -> its Linear layers that the class does not call. Instead, the forward of the
+# class multiplies or rearranges the weights of these layers itself.
 TAKEN = {
     "DisentangledSelfAttention": ("in_proj",),
     "FalconMambaMixer": ("dt_proj",),

@@ -2,9 +2,9 @@
 
 Packed layers in diffusers models also round weights like diffusers' own layers.
 
-For each library, a module in `integrations` implements this. If a model is quantized in memory or filled by
-`load_quantized`, nothing else imports that module, so the functions here import it by its name. This import is an
-exception: otherwise `models` does not depend on `integrations`.
+The code for each library is a module in `integrations`. If a model is quantized in memory or filled by
+`load_quantized`, nothing else imports the library's module, so the functions here import it by its name. Apart from
+these imports, `models` does not depend on `integrations`.
 """
 
 import importlib
@@ -34,7 +34,7 @@ def let_it_save(op: str, model: nn.Module) -> None:
 
 
 def round_as_diffusers(model: nn.Module) -> None:
-    """Lets packed layers in diffusers models round weights, except layers whose `rounds_weights` was set."""
+    """Lets packed layers in diffusers models round weights like diffusers' layers, unless `rounds_weights` was set."""
     for module in model.modules():
         if _is_of(module, "ModelMixin", "diffusers"):
             for layer in module.modules():

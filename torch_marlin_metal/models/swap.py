@@ -43,7 +43,9 @@ def find_targets(
     include: Filter | None,
     exclude: Filter | None,
 ) -> list[Target]:
-    """Returns the modules for which `wanted` is True and that the filters select. Each has all its names.
+    """Returns the modules for which `wanted` is True and that the filters select.
+
+    A module that the model contains several times is one target with all its names.
 
     Raises:
         ValueError: `wanted` is True for the model itself, or a pattern matches no name.

@@ -38,7 +38,7 @@ def fitted(
         op: the caller's name for error messages.
         model: the model, which may be on the meta device.
         modules: the layers to quantize, by name.
-        recipe: the recipe without selected formats, with its vocabulary.
+        recipe: the recipe before the selection, with the names of the vocabulary's layers.
         memory: see `quantize_model`.
         samples: returns rows of a weight. Its arguments are the module's name, the module and the weight's name.
         ties: layers with a shared weight: name -> name of the module that owns the weight.
@@ -110,7 +110,7 @@ def _kinds(module: nn.Module) -> tuple[str, ...]:
 
 
 def rows_of(name: str, module: nn.Module, kind: str) -> Iterator[Tensor]:
-    """Yields samples of a module's rows, for experts from several of them."""
+    """Yields samples of a module's rows. For an experts module, they are from several experts."""
     if not is_experts(module):
         yield sample(matrix_of(module).detach())
         return
@@ -168,7 +168,7 @@ class _Text:
 def _estimates(
     text: _Text, errors: list[float], unit: Unit, recipe: Recipe, candidates: tuple[LayerFormat, ...]
 ) -> list[float]:
-    """Returns, for each candidate format, the divergence if only this unit has the format.
+    """Returns, for each candidate format, the divergence if only the layers of `unit` have this format.
 
     Only the smallest candidate is measured. The divergence is quadratic in the weight errors, so the results for the
     other candidates are scaled by the ratio of squared errors.

@@ -12,7 +12,10 @@ from torch_marlin_metal.packed_weight import PackedWeight, operator_arguments
 
 
 def flop_formula(operator: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Registers an operator's formula with torch, which requires that the operator is registered."""
+    """Registers a function with torch that counts an operator's floating-point operations.
+
+    Does nothing without the compiled extension, because torch requires a registered operator.
+    """
     if extension.refusal is not None:
         return lambda formula: formula
     return register_flop_formula(getattr(torch.ops.torch_marlin_metal, operator))

@@ -1,8 +1,8 @@
 """Python functions for the operations between the matrix products of a decoder layer.
 
-These are norms, rotary embedding, gated activation, and writing to a cache. Each function is one operator and one
-dispatch on mps. PyTorch's own operators need up to ten dispatches. All functions support any strides. All except the
-cache write compute in fp32, round once and have derivatives.
+The operations are norms, rotary embedding, gated activation, and writing to a cache. Each function is one operator and
+one dispatch on mps, where PyTorch's own operators need up to ten dispatches. All functions support any strides. All
+except `write_cache` compute in fp32, round once and have derivatives.
 """
 
 from typing import Literal

@@ -102,7 +102,7 @@ def gptq_unpack_zeros(qzeros: Tensor, *, checkpoint_version: int, rule: ZerosRul
 
 
 def awq_repack(qweight: Tensor) -> Tensor:
-    """Converts the `qweight` of AWQ's "gemm" version to the packed layout, without its interleave.
+    """Converts the `qweight` of AWQ's "gemm" version to the packed layout. Undoes AWQ's interleave.
 
     Args:
         qweight: int32 `[K, N/8]`, contiguous. Nibble i of a word is column `[0, 2, 4, 6, 1, 3, 5, 7][i]` of the eight
@@ -147,7 +147,7 @@ def transpose_words(words: Tensor) -> Tensor:
 
 
 def awq_unpack_zeros(qzeros: Tensor) -> Tensor:
-    """Unpacks the `qzeros` of AWQ's "gemm" version to one byte per zero point, without its interleave.
+    """Unpacks the `qzeros` of AWQ's "gemm" version to one byte per zero point. Undoes AWQ's interleave.
 
     Args:
         qzeros: int32 `[G, N/8]`, contiguous.

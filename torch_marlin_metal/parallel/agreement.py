@@ -1,4 +1,4 @@
-"""Checks that all processes have the same package, checkpoint and weights. Errors name the first that differs."""
+"""Checks that all processes have the same package, checkpoint and weights. Errors name the first difference."""
 
 import hashlib
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ def check_same(what: str, values: Mapping[str, int], group: dist.ProcessGroup) -
 
 
 def check_weight(op: str, weight: PackedWeight, group: dist.ProcessGroup) -> None:
-    """Raises an error that names the first value, version or weight field, that differs between a rank and rank 0."""
+    """Raises an error if a rank has another package version or weight than rank 0. The error names the first field."""
     values = {"version": number_of(__version__), "weight format": number_of(weight.weight_format)}
     values |= {"group size": weight.group_size, "K": weight.K, "N": weight.N}
     values |= {name: _digest(getattr(weight, field)) for field, name in _TENSORS.items()}

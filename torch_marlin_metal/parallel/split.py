@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.formats import weight_format
+from torch_marlin_metal.joined_weights import with_same_scales
 from torch_marlin_metal.packed_weight import COLUMN_TENSORS, SUPER_BLOCK, PackedWeight
 from torch_marlin_metal.repack import pack_planes, unpack_planes
 
@@ -102,6 +103,8 @@ def split_rows(
     perms = _perms(weight, rows, gathered)
     if count > 1 and rows % SUPER_BLOCK:
         weight = weight.one_level()
+    if one_group:  # the parts' groups are too small for scales of blocks
+        weight = weight.expanded_scales()
     result = []
     for part in _chosen(count, only):
         first = part * rows
@@ -180,6 +183,7 @@ def join_columns(weights: Sequence[PackedWeight], *, parts: Sequence[int] | None
     Raises:
         ValueError: the weights differ in a field that they must share, or `parts` do not match the weights.
     """
+    weights = with_same_scales(weights)
     first = _agreeing("join_columns", weights, ("K", "weight_format", "group_size", "lut", "perm"))
     held = {name: [w.tensors().get(name) for w in weights] for name in COLUMN_TENSORS}
     scales = held["global_scale"]
@@ -228,6 +232,7 @@ def join_rows(weights: Sequence[PackedWeight], *, perm: Tensor | None = None) ->
         ValueError: the weights differ in sizes, format, group size, global scale or table; a border of a weight is
             inside a group; a weight other than the first has a bias; or only some weights have a `perm`.
     """
+    weights = with_same_scales(weights)
     first = _agreeing("join_rows", weights, ("K", "N", "weight_format", "group_size", "global_scale", "lut"))
     count, rows = len(weights), first.K
     one_group = (
@@ -250,6 +255,8 @@ def join_rows(weights: Sequence[PackedWeight], *, perm: Tensor | None = None) ->
     if rows % SUPER_BLOCK and count > 1:
         weights = [weight.one_level() for weight in weights]
         first = weights[0]
+    if one_group:  # the whole's group is too large for scales of blocks
+        first = first.expanded_scales()
     joined: dict[str, Any] = {**_joined_planes(weights)}
     for name in (*_BY_GROUP, *_BY_BLOCK):
         held = [t for w in weights if (t := w.tensors().get(name)) is not None]

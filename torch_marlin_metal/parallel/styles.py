@@ -283,7 +283,7 @@ class MarlinRowwiseParallel(LinearStyle):
 
 
 class MarlinExpertParallel(PackedStyle):
-    """Splits `MarlinExperts` by experts. Each process computes the contribution of its experts, and these are summed.
+    """Splits `MarlinExperts` by experts. Each process computes the sum of its own experts, and all sums are added.
 
     Input and output are complete on all processes. The last product is in fp32 and is rounded once after the sum.
 

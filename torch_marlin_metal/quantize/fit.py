@@ -132,8 +132,8 @@ def measured(
         shape: the shape `(N, K)` of the weight.
         samples: rows `[R, K]` of one or more of the layer's matrices.
         copies: the number of matrices with this shape: the number of experts, or 1.
-        recipe: the recipe, for its method and options.
-        candidates: the formats.
+        recipe: supplies the method and the options of `quantize_weight`.
+        candidates: the formats and group sizes to measure.
 
     Raises:
         ValueError: a candidate cannot represent the layer.

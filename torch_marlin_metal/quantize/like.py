@@ -1,8 +1,8 @@
 """The types of layers in llama.cpp's recipes, for example Q4_K_M.
 
-The rules are those of `llama_tensor_get_type_impl` in llama.cpp's src/llama-quant.cpp (in 2026, with its fallback for
-rows that are not a multiple of 256). Its exceptions for Falcon and for files with an importance matrix are not
-included.
+The rules are those of `llama_tensor_get_type_impl` in llama.cpp's src/llama-quant.cpp (in 2026). They include the
+fallback for rows that are not a multiple of 256, but not the exceptions for Falcon and for files with an importance
+matrix.
 """
 
 import re

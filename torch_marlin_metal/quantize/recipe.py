@@ -17,7 +17,8 @@ from torch_marlin_metal.formats import (
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.quantize.weight import METHODS, empty_weight, quantize_weight
 
-# The format of embeddings and output layers. Every logit is a product with an output layer, and 8 bits halve its bytes.
+# The format of embeddings and output layers. It halves their bytes but has 8 bits, because every logit is a product
+# with the output layer.
 VOCABULARY_FORMAT = "uint8b128"
 LayerFormat = tuple[str, int | None]  # (weight format, group size as in `quantize_weight`)
 IN_FLOATS = "none"

@@ -100,7 +100,7 @@ class E8M0Scale:
 
     amax is the largest magnitude of a group. "floor" is floor(log2(amax)) minus the exponent of the largest code, which
     is 2 for E2M1 and 8 for E4M3 (OCP MX v1.0, 6.3). "even" first rounds amax to the mantissa bits of the codes, and
-    then does the same. "rceil" is ceil(log2(amax / largest code)), so no weight saturates.
+    then applies "floor". "rceil" is ceil(log2(amax / largest code)), so no weight saturates.
     """
 
     ROUNDINGS: ClassVar[tuple[str, ...]] = ("floor", "even", "rceil")

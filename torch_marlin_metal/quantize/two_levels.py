@@ -10,7 +10,10 @@ from torch_marlin_metal.packed_weight import SUPER_BLOCK
 
 @dataclass(frozen=True)
 class Level:
-    """The codes of groups, uint8 or int8 `[R, G]`, and for each block `[R, B]` the factor of its codes."""
+    """Numbers `[R, G]`, one per group, as products: the code of the group times the value of the group's block.
+
+    Codes are uint8 or int8 `[R, G]`, values floating point `[R, B]`.
+    """
 
     codes: Tensor
     values: Tensor
@@ -21,7 +24,7 @@ class Level:
         """Rounds fp32 numbers `[R, G]` to nearest. The largest magnitude in a block gets about the largest code.
 
         Args:
-            numbers: the numbers. Without `signed`, all of them must be at least 0, or all must be at most 0.
+            numbers: one number per group. Without `signed`, all of them must be at least 0, or all must be at most 0.
             group_size: the group size, a divisor of 256.
             dtype: dtype of the block values. Block values are rounded up, so that block value x largest code is at
                 least every number of the block.

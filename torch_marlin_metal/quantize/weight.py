@@ -329,7 +329,7 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 def empty_weight(
     w: Tensor, fmt: WeightFormat, group_size: int, scale_dtype: torch.dtype, name: str, two_levels: bool = False
 ) -> PackedWeight:
-    """Returns the result for a weight on the meta device: tensors of the right shapes and dtypes, without values."""
+    """Returns the result of `quantize_weight` for a weight on the meta device: shapes and dtypes without values."""
     N, K = w.shape
     grouped = (-(-K // group_size), N)
     coded = fmt.has_coded_scales or two_levels

@@ -51,7 +51,7 @@ def why_unread(module: nn.Module) -> str:
         if tensor is None:
             continue
         kind, package = type(tensor).__name__, _package(tensor)
-        if is_traceable_wrapper_subclass(tensor) and package != "torch":  # torch's own are spread or nested tensors
+        if is_traceable_wrapper_subclass(tensor) and package != "torch":  # torch's are distributed or nested tensors
             return f"its {name} is a {kind} of {package}, which is not read in memory{ADVICE}"
         if tensor.dim() >= 2 and tensor.dtype in PACKED_DTYPES:
             return f"its {name} is {tensor.dtype}, in a layout of {_package(module)} that is not read{ADVICE}"
@@ -61,8 +61,7 @@ def why_unread(module: nn.Module) -> str:
 def is_packed_experts(module: nn.Module) -> bool:
     """Returns True if a module has a mixture's experts as packed integers, like transformers' Mxfp4GptOssExperts.
 
-    After transformers has read the values of the parameters, it may replace the parameters by objects that are not
-    tensors.
+    The parameters need not be tensors: after transformers has read their values, it may replace them by other objects.
     """
     stacks = [getattr(module, name, None) for name in WEIGHTS]
     if any(stack is None or isinstance(stack, nn.Module) for stack in stacks):

@@ -1,5 +1,6 @@
 // Splits activations into sums of bf16 terms ("parts"), and makes tables of codes in bf16, for the kernels that
-// multiply in bf16. Include this file after the ISA pragma. All definitions have internal linkage for this reason.
+// multiply in bf16. Include this file after the ISA pragma. All definitions have internal linkage, so the linker cannot
+// merge them with copies for other instructions.
 #pragma once
 
 #if defined(__x86_64__)
@@ -60,9 +61,9 @@ class BytePairs {
   __m512i upper_[kParts], lower_[kParts];
 };
 
-// Integers of 8 bits need no table. In the fp32 number 2^23, the lowest bits count ones; in 2^15, the bits from the
-// ninth on count ones. A code is inserted in these bits of 2^23 or 2^15, so every second code needs no shift. A
-// subtraction then gives the value of the code, which is exact and fits bf16.
+// Integers of 8 bits need no table. In the fp32 number 2^23, the lowest bit has the value 1; in 2^15, the ninth bit has
+// the value 1. So a code in the lowest byte of a word is inserted in 2^23, and a code in the second byte in 2^15, and
+// neither needs a shift. A subtraction then gives the value of the code, which is exact and fits bf16.
 template <>
 class BytePairs<Codes::byte> {
  public:

@@ -1,8 +1,9 @@
 // Splits each activation into signed bytes.
 //
-// Three bytes together hold an integer of 23 bits, in a unit that is a power of two. The largest activation of the
-// segment determines the unit. The error is at most 2^-22 of that largest activation, so fp32 activations lose low
-// bits. A 16-bit activation loses bits only if it is smaller than 2^-11 (fp16) or 2^-14 (bf16) of the largest.
+// Three bytes together hold the activation as a multiple of a unit, an integer of 23 bits. The unit is a power of two
+// that depends on the largest activation of the segment. The error is at most 2^-22 of that largest activation, so fp32
+// activations lose low bits. A 16-bit activation loses bits only if it is smaller than 2^-11 (fp16) or 2^-14 (bf16) of
+// the largest.
 //
 // A single byte holds the activation rounded to a multiple of 1/127 of the largest activation of its unit group. A unit
 // group has at most 32 k of one segment. Callers request this rounding with activations="int8".

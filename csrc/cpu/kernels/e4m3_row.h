@@ -1,6 +1,4 @@
-// One row of fp32 activations times E4M3 codes, for vector policies V that have an E4M3Pairs. Codes are decoded where
-// they lie: those of k = 0 and 2 in the 16-bit halves of a word, then those of k = 1 and 3. A vector of fp32 values
-// therefore has two k of half the columns, and each column two sums, which are added at the end of a segment.
+// One row of fp32 activations times E4M3 codes, for vector policies V that have E4M3Pairs.
 #pragma once
 
 #include "csrc/cpu/kernels/kernel_table.h"
@@ -9,8 +7,29 @@
 
 namespace marlin::cpu {
 
-// The halves pass through memory, because the conversion to fp32 from registers takes shuffles, of which Intel's cores
-// execute one in a cycle. NaNs are decoded as 480. If the largest magnitude of a column is NaN, so is its sum.
+// Calls body() for k, k + 4, ... up to `end`, until it returns false. After each call, advances the addresses by a row
+// of words. Returns the first k that is not done.
+template <class V, int C, class Body>
+[[gnu::always_inline]] inline int each_row(const Step& s, int k, int end, const uint32_t*& words,
+                                           const uint32_t*& ahead, const float*& x, Body&& body) {
+  for (; k < end; k += 4, x += 4, words += s.ld_words, ahead += s.ld_words) {
+    if (!body()) break;
+    for (int i = 0; i < C * V::width; i += 16)
+      __builtin_prefetch(ahead + i);
+  }
+  return k;
+}
+
+// With AVX-512, codes are converted to fp32 by a shift and a mask alone, without a permutation. This is correct only
+// for normal numbers. So in each segment, this conversion ends at the first row of words that has a zero, a subnormal
+// code or a NaN in this strip. In normally distributed groups of 128 with the largest magnitude as scale, one of 13,000
+// codes is such a code. AVX2 has no instruction that masks and sets bits at once, so there this would save nothing.
+//
+// All other codes are converted through fp16: those of k = 0 and 2 in the 16-bit halves of a word, then those of k = 1
+// and 3. A vector of fp32 values therefore holds the values of half the columns for two k, and each column has two
+// sums. The fp16 values pass through memory, because to convert them from registers takes shuffles, of which Intel's
+// cores execute only one per cycle. A NaN code is converted to 480. NaN is also the code with the largest magnitude, so
+// if that magnitude occurs in a column, the column's sum becomes NaN at the end.
 template <class V, int C>
 void e4m3_row(const Step& s) {
   using F = typename V::F;
@@ -20,33 +39,52 @@ void e4m3_row(const Step& s) {
   const uint32_t* ahead = s.ahead;
   const float* x = static_cast<const float*>(s.x);
   add_chunk<V, 1, C>(s, [&](int begin, int end, Accumulators<V, 1, C>& acc) __attribute__((always_inline)) {
-    F lower[C], upper[C];  // [column, 2 k]
-    I largest[C];
-    unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-      lower[c] = upper[c] = V::zero();
-      largest[c] = I{};
-    });
-    for (int k = begin; k < end; k += 4, x += 4, words += s.ld_words, ahead += s.ld_words) {
-      const F even = Pairs::template activations<0>(x), odd = Pairs::template activations<1>(x);
-      for (int i = 0; i < C * V::width; i += 16)
-        __builtin_prefetch(ahead + i, 0, 2);
-      unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-        alignas(64) uint16_t halves[2][2 * V::width];
-        const I word = V::load_words(words + c * V::width);
-        largest[c] = Pairs::larger_magnitudes(largest[c], word);
-        V::store_words(reinterpret_cast<uint32_t*>(halves[0]), Pairs::even(word));
-        V::store_words(reinterpret_cast<uint32_t*>(halves[1]), Pairs::odd(word));
-        asm("" : "+m"(halves));  // the compiler must not replace the memory by shuffles
-        lower[c] = V::fma(V::load_half(halves[0]), even, lower[c]);
-        upper[c] = V::fma(V::load_half(halves[0] + V::width), even, upper[c]);
-        lower[c] = V::fma(V::load_half(halves[1]), odd, lower[c]);
-        upper[c] = V::fma(V::load_half(halves[1] + V::width), odd, upper[c]);
+    unroll<V, C>([&](auto c) __attribute__((always_inline)) { acc[c] = V::zero(); });
+    int k = begin;
+    if constexpr (requires { typename V::NormalE4M3; }) {
+      using Normal = typename V::NormalE4M3;
+      static_assert(Normal::unit == Pairs::unit);
+      k = each_row<V, C>(s, k, end, words, ahead, x, [&]() __attribute__((always_inline)) {
+        I word[C];
+        unroll<V, C>([&](auto c) __attribute__((always_inline)) { word[c] = V::load_words(words + c * V::width); });
+        if (!Normal::all(word)) return false;
+        unroll<V, 4>([&](auto j) __attribute__((always_inline)) {
+          const F activation = V::set1(x[j]);
+          unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+            acc[c] = V::fma(Normal::template value<j>(word[c]), activation, acc[c]);
+          });
+        });
+        return true;
       });
     }
-    unroll<V, C>([&](auto c) __attribute__((always_inline)) {
-      const F sum = V::mul(Pairs::columns(lower[c], upper[c]), V::set1(Pairs::unit));
-      acc[c] = Pairs::nan_where_largest(largest[c], sum);
-    });
+    if (k < end) {
+      F lower[C], upper[C];  // [column, 2 k]
+      I largest[C];
+      unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+        lower[c] = upper[c] = V::zero();
+        largest[c] = I{};
+      });
+      each_row<V, C>(s, k, end, words, ahead, x, [&]() __attribute__((always_inline)) {
+        const F even = Pairs::template activations<0>(x), odd = Pairs::template activations<1>(x);
+        unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+          alignas(64) uint16_t halves[2][2 * V::width];
+          const I word = V::load_words(words + c * V::width);
+          largest[c] = Pairs::larger_magnitudes(largest[c], word);
+          V::store_words(reinterpret_cast<uint32_t*>(halves[0]), Pairs::even(word));
+          V::store_words(reinterpret_cast<uint32_t*>(halves[1]), Pairs::odd(word));
+          asm("" : "+m"(halves));  // the compiler must not replace the memory by shuffles
+          lower[c] = V::fma(V::load_half(halves[0]), even, lower[c]);
+          upper[c] = V::fma(V::load_half(halves[0] + V::width), even, upper[c]);
+          lower[c] = V::fma(V::load_half(halves[1]), odd, lower[c]);
+          upper[c] = V::fma(V::load_half(halves[1] + V::width), odd, upper[c]);
+        });
+        return true;
+      });
+      unroll<V, C>([&](auto c) __attribute__((always_inline)) {
+        acc[c] = Pairs::nan_where_largest(largest[c], V::add(acc[c], Pairs::columns(lower[c], upper[c])));
+      });
+    }
+    unroll<V, C>([&](auto c) __attribute__((always_inline)) { acc[c] = V::mul(acc[c], V::set1(Pairs::unit)); });
   });
 }
 

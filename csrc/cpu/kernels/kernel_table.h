@@ -35,6 +35,7 @@ struct Step {
   HighPlane high;  // for codes in two planes; its first k is that of `words`
   // Words that will be needed soon, with the same stride as `words`. They are prefetched into the second-level cache
   // only. The first-level cache could evict them: if N is a power of two, all rows of a chunk share a few of its sets.
+  // One row of E4M3 prefetches into the first-level cache, and its words ahead are near (blocks.h).
   const uint32_t* ahead;
   const float* panel;  // [k, strip] decoded codes, if the kernel reads a panel instead of words
   // The next strip of the same chunk, or nullptr. This step decodes that strip into next_panel between its own
@@ -84,6 +85,7 @@ struct MatrixKernel {
   // scales of 1 and no zeros, and a whole chunk is one segment.
   bool rounded_panel;
   bool (*representable)(const float* scales, int64_t count);  // returns false if a code times its scale may be inexact
+  bool near_e4m3_row;                                         // true if one row of E4M3 needs near words ahead
   int row_bytes;                                              // bytes of the packed activations of one row in one chunk
   bool (*pack)(const PackRow&);                               // returns false if the kernel cannot represent a value
   // If not nullptr, called before and after all steps of a task, to set and release per-thread state. `rows` is the
@@ -145,7 +147,7 @@ struct Bf16DotKernels {
 };
 
 // Kernels that split each activation into three bytes (small_m, large_m) or round it to one byte (int8_small_m, int8),
-// for integer and E2M1 codes of 4 bits. On x86 also for integers of 5, 6 and 8 bits.
+// for integer and E2M1 codes of 4 bits. On x86 the kernels also support integers of 5, 6 and 8 bits.
 struct ByteSplitKernels {
   MatrixKernel small_m;
   MatrixKernel large_m;  // empty for AVX2

@@ -22,7 +22,8 @@ struct HighWords {
     mask = Lanes{} + ((1U << plane.bits) - 1) * 0x00100010U;
   }
   // Returns the bytes of the even k of a word, or of its odd k if `odd` is 1. std::bit_cast cannot replace
-  // __builtin_bit_cast here: it is compiled for the baseline, which returns vectors in another way.
+  // __builtin_bit_cast here: std::bit_cast is a function that is compiled for the baseline, where functions return
+  // vectors in another way.
   template <int odd>
   [[gnu::always_inline]] typename V::I bytes(typename V::I word) const {
     constexpr int kShift = odd ? 0 : 4;

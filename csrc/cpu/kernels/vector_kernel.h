@@ -205,8 +205,8 @@ void decode_scales(const uint8_t* source, ScaleCoding coding, int64_t count, flo
     for (; i < count; ++i)
       out[i] = e4m3_to_float(source[i]);
   } else {
-    // Equals e8m0_to_float. The comparisons are of 32 bits, because GCC would otherwise compare bytes and widen the
-    // masks.
+    // Computes the same as e8m0_to_float. The comparisons use 32 bits, because GCC would otherwise compare bytes and
+    // widen the masks.
     const uint8_t* __restrict codes = source;
     float* __restrict to = out;
     for (; i < count; ++i) {
@@ -250,7 +250,8 @@ template <class V, ElementType type>
   }
 }
 
-// Decodes eight rows of the weight in the order of the format's formula (docs). Rounds each product and sum to fp32.
+// Decodes eight rows of the weight in the order of the format's formula (kernels/shared/types.h). Rounds each product
+// and sum to fp32.
 template <class V, Codes codes, ElementType type, ZerosRole role>
 [[gnu::always_inline]] inline void dequantize_as(const DequantizeBlock& d) {
   using F = typename V::F;
@@ -344,8 +345,10 @@ constexpr MatrixKernel matrix_kernel() {
     [&]<int... i>(std::integer_sequence<int, i...>) {
       ((steps[static_cast<size_t>(min_rows + i)] = &step<V, used, from_panel, min_rows + i, C>), ...);
     }(std::make_integer_sequence<int, max_rows - min_rows + 1>{});
-    if constexpr (codes == Codes::e4m3 && min_rows == 1 && requires { typename V::E4M3Pairs; })
+    if constexpr (codes == Codes::e4m3 && min_rows == 1 && requires { typename V::E4M3Pairs; }) {
       steps[1] = &e4m3_row<V, C>;
+      kernel.near_e4m3_row = true;
+    }
     kernel.unpack[static_cast<size_t>(codes)] = &unpack<V, decoder, C>;
   };
   fill.template operator()<Codes::integer>();

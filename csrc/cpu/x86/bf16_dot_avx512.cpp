@@ -132,7 +132,7 @@ constexpr MatrixKernel dot_kernel() {
   kernel.row_unit = 1;
   kernel.row_bytes = 2 * parts * kChunk;
   kernel.pack = &pack_pairs<parts>;
-  // One table look-up decodes all codes of 4 bits.
+  // All kinds of 4-bit codes use the same kernel, which decodes them with a table look-up.
   auto fill = [&]<Codes codes, int... i>(std::integral_constant<Codes, codes>, Codes of,
                                          std::integer_sequence<int, i...>) {
     auto& steps = kernel.step[static_cast<size_t>(of)];

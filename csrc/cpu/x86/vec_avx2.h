@@ -117,7 +117,8 @@ struct Avx2::Decoder<Codes::byte> : IntegerCodes<Avx2, 8> {
   using IntegerCodes::IntegerCodes;
 };
 
-// Makes halves of fp16 from the odd or the even bytes of words, divided by `unit`. NaN codes become 480.
+// Converts the E4M3 codes in the odd or the even bytes of words to fp16. The results are the codes' values divided by
+// `unit`. NaN codes become 480.
 struct Avx2::E4M3Pairs {
   static constexpr float unit = 256.F;
   static I odd(I word) {
@@ -142,9 +143,9 @@ struct Avx2::E4M3Pairs {
   }
 };
 
-// Converts E4M3 codes through fp16, as decode_scales does; the compiler makes the halves of the 32 codes once for the
-// four calls of decode(). A NaN has all bits of the magnitude set, so that adding the lowest one carries into bit 14,
-// the upper bit of fp16's exponent.
+// Converts E4M3 codes through fp16, as decode_scales does. After inlining, the compiler converts the 32 codes to fp16
+// once for the four calls of decode(). In a NaN all bits of the magnitude are set, so the addition of 1 to the
+// magnitude carries into bit 14, the upper bit of fp16's exponent.
 template <>
 struct Avx2::Decoder<Codes::e4m3> {
   static constexpr float unit = E4M3Pairs::unit;

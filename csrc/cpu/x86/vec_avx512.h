@@ -88,6 +88,7 @@ struct Avx512 {
     _mm512_stream_si512(static_cast<I*>(to), _mm512_loadu_si512(from));
   }
 
+  struct NormalE4M3;
   struct E4M3Pairs;
   template <Codes>
   struct Decoder {
@@ -105,7 +106,35 @@ struct Avx512::Decoder<Codes::byte> : IntegerCodes<Avx512, 8> {
   using IntegerCodes::IntegerCodes;
 };
 
-// Makes halves of fp16 from the odd or the even bytes of words, divided by `unit`. NaN codes become 480.
+// Converts E4M3 codes that are normal numbers to fp32. The results are the codes' values divided by `unit`. The product
+// with 16, or the shift by 4, leaves the magnitude of a code in bits 4 to 10 of a 16-bit half, and its sign in bit 15.
+// In an upper half, these are the fields of an fp32 whose exponent lacks 120. The mask clears the upper four bits of
+// the exponent, which are then set to 112.
+struct Avx512::NormalE4M3 {
+  static constexpr float unit = 256.F;
+  template <int j>
+  static F value(I word) {
+    constexpr int kAAndBOrC = 0xEA;
+    const I halves = j % 2 == 0 ? _mm512_maddubs_epi16(_mm512_set1_epi16(16), word) : _mm512_srai_epi16(word, 4);
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(j < 2 ? _mm512_slli_epi32(halves, 16) : halves,
+                                                         _mm512_set1_epi32(static_cast<int>(0x87F00000)),
+                                                         _mm512_set1_epi32(112 << 23), kAAndBOrC));
+  }
+  // Returns true if no code is zero, subnormal (a magnitude below 8) or NaN (0x7F). code + 1 and code - 8 differ in bit
+  // 7 only if the addition or the subtraction carried out of the magnitude.
+  template <size_t C>
+  static bool all(const I (&words)[C]) {
+    constexpr int kAOrBXorC = 0xF6;
+    I carries{};
+    for (const I word : words)
+      carries = _mm512_ternarylogic_epi32(carries, _mm512_add_epi8(word, _mm512_set1_epi8(1)),
+                                          _mm512_sub_epi8(word, _mm512_set1_epi8(8)), kAOrBXorC);
+    return _mm512_movepi8_mask(carries) == 0;
+  }
+};
+
+// Converts the E4M3 codes in the odd or the even bytes of words to fp16. The results are the codes' values divided by
+// `unit`. NaN codes become 480.
 struct Avx512::E4M3Pairs {
   static constexpr float unit = 256.F;
   static I odd(I word) {
@@ -131,7 +160,7 @@ struct Avx512::E4M3Pairs {
   }
 };
 
-// As for AVX2, with 64 codes.
+// Converts 64 codes as Avx2::Decoder<Codes::e4m3> does.
 template <>
 struct Avx512::Decoder<Codes::e4m3> {
   static constexpr float unit = E4M3Pairs::unit;
@@ -146,7 +175,8 @@ struct Avx512::Decoder<Codes::e4m3> {
   F decode(I words) const {
     const __m128i first_bytes = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const I fours = _mm512_shuffle_epi8(words, _mm512_broadcast_i32x4(first_bytes));
-    // Each 128 bits get eight columns of two k: those of k = 0 and 1 in the lower half, of k = 2 and 3 in the upper.
+    // Every 128 bits then hold eight columns at two k: k = 0 and 1 in the lower half of the vector, k = 2 and 3 in the
+    // upper half.
     const I codes =
         _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 8, 12, 9, 13, 2, 6, 3, 7, 10, 14, 11, 15), fours);
     const I zero = _mm512_setzero_si512();

@@ -28,7 +28,7 @@ template <class V>
   return V::zero_below(x, kLowest, V::div(one, V::add(one, power)));
 }
 
-// Abramowitz and Stegun, 7.1.26, with an absolute error of 1.5e-7, as in kernels/decoder/activation.metal.
+// Returns erf(x) with an absolute error of 1.5e-7 (Abramowitz and Stegun, 7.1.26), as kernels/decoder/gated.h does.
 template <class V>
 [[gnu::always_inline]] inline typename V::F error_function(typename V::F x) {
   using F = typename V::F;

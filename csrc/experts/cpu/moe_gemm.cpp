@@ -26,7 +26,8 @@ PackedWeight weight_of(const MoeGemmArguments& arguments, int64_t expert) {
   weight.words += expert * (weight.K / codes_per_word(weight.format)) * weight.N;
   if (weight.high != nullptr)
     weight.high += expert * ceil_divide(weight.K, int64_t{k_per_high_word(high_bits(weight.format))}) * weight.N;
-  weight.scales = at_element(weight.scales, weight.scales_type, expert * scales);
+  weight.scales =
+      at_element(weight.scales, weight.scales_type, expert * (weight.block_scales ? scales / kScaleBlock : scales));
   weight.zeros = at_element(weight.zeros, weight.zeros_type, expert * scales);
   const int64_t supers = ceil_divide(weight.K, kSuperBlock) * weight.N;
   weight.super_scales = at_element(weight.super_scales, weight.super_type, expert * supers);

@@ -42,19 +42,23 @@ struct Activations {
   float* segment_sums(int64_t chunk, int64_t segment) const { return sums + (chunk * segments + segment) * rows; }
 };
 
-inline constexpr int64_t kBytesAhead = 32 << 10;  // prefetch distance
+// The prefetch distances: kBytesAhead into the second-level cache, kBytesAheadNear into the first-level cache. With the
+// near distance, one row of E4M3 was 1.02 to 1.16 times as fast as with the other (Intel Xeon, two and 16 threads).
+inline constexpr int64_t kBytesAhead = 32 << 10;
+inline constexpr int64_t kBytesAheadNear = 4 << 10;
 
 // Returns the addresses of the words to prefetch. These are the words of a task's strips, chunk after chunk. They are
-// prefetched kBytesAhead before the products need them. A chunk contains chunk_k elements of K.
+// prefetched `bytes_ahead` before the products need them. A chunk contains chunk_k elements of K.
 class WordsAhead {
  public:
-  WordsAhead(const PackedWeight& w, const Range& strips, const Range& chunks, int64_t chunk_k, int64_t strip)
+  WordsAhead(const PackedWeight& w, const Range& strips, const Range& chunks, int64_t chunk_k, int64_t strip,
+             int64_t bytes_ahead)
       : row_(w.words + chunks.begin * (chunk_k / codes_per_word(w.format)) * w.N + strips.begin * strip),
         chunk_stride_(chunk_k / codes_per_word(w.format) * w.N),
         chunks_left_(std::min(chunks.end, w.K / chunk_k) - chunks.begin - 1),
         strips_(strips.size()),
         strip_(strip) {
-    for (int64_t columns = strip; columns < kBytesAhead * 2 / chunk_k; columns += strip)
+    for (int64_t columns = strip; columns < bytes_ahead * 2 / chunk_k; columns += strip)
       next();
   }
   // Returns the words of the next strip. After the task's last chunk, returns the words of that chunk again.

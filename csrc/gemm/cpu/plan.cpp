@@ -18,9 +18,9 @@ constexpr int64_t kRoundedBlockRows = 512;
 // An AMX tile has 16 rows. If a product uses fewer than five of them, the byte_split kernels are as fast: at four rows
 // they took 0.85 to 1.07 of the time of AMX (Intel Xeon, 2 MB of L2, two threads).
 constexpr int64_t kAmxMinRows = 5;
-// E4M3 has no byte_split kernel. Compared with dot products of bf16, AMX was 1.2 to 1.4 times as fast at four rows, and
-// 1.0 to 1.2 times with groups of 32. At two rows it was 0.9 to 1.3 times as fast, and at one row slower (same Xeon,
-// two and 16 threads).
+// E4M3 has no byte_split kernel, so its limit is lower. Compared with dot products of bf16, AMX was 1.2 to 1.4 times as
+// fast at four rows, and 1.0 to 1.2 times with groups of 32. At two rows it was 0.9 to 1.3 times as fast, and at one
+// row slower (same Xeon, two and 16 threads).
 constexpr int64_t kAmxMinRowsE4M3 = 4;
 // With groups of 16, half of each tile product is empty, and sums are scaled twice as often as with groups of 32. An
 // fp32 activation needs three tile products. So with fp32 activations and groups of 16, AMX is faster only from seven
@@ -46,10 +46,10 @@ constexpr int64_t kInt8AmxMinRows = 12;
 constexpr int kByteSplitSmallMRows = 2;  // with more rows of four vectors, the compiler would spill accumulators
 constexpr int64_t kSliceMinChunks = 4;   // a shorter slice of K saves less time than the addition of its partial sums
                                          // costs
-// K is split before the columns if the partial sums need at most this much memory. Threads that read whole rows of
-// words are faster than threads that share rows and pages. On two threads of an Intel Xeon, a split of K was 1.1 to 1.5
-// times as fast at N = 512 and up to 16 rows, and 1.1 times at one row and N = 11008. On 16 threads, partial sums of
-// 128 KB cancelled the gain.
+// K is split before the columns if the partial sums need at most this much memory. Each thread then reads whole rows of
+// words, which is faster than to share rows and pages with other threads. On two threads of an Intel Xeon, a split of K
+// was 1.1 to 1.5 times as fast at N = 512 and up to 16 rows, and 1.1 times at one row and N = 11008. On 16 threads,
+// partial sums of 128 KB cancelled the gain.
 constexpr int64_t kMaxPartialBytes = 88 << 10;
 // With one row of activations and at least this many columns, AMD's CPUs use half chunks. They read the eight rows of
 // words of a half chunk faster than the 16 rows of a whole chunk, which are 16 KB or more apart. With weights outside
@@ -71,9 +71,10 @@ bool in_blocks_of_four(const Machine& machine, int64_t M) {
   return is_amd(machine) && (M == 8 || M == 16);
 }
 
-// For codes of 8 bits, half a chunk has 16 rows of words. On a Xeon with one row of activations, half chunks were 1.2
-// to 1.5 times as fast with AVX2, and 1.1 times with AVX-512 on two threads. With 16 threads, byte_split was 0.9 times
-// as fast, because it scales three sums for each segment.
+// With one row of activations and codes of 8 bits, kernels use half chunks, which have 16 rows of words. byte_split and
+// int8 do so only with at most this many threads. On a Xeon, half chunks were 1.2 to 1.5 times as fast with AVX2, and
+// 1.1 times with AVX-512 on two threads. With 16 threads, byte_split was 0.9 times as fast, because it scales three
+// sums for each segment.
 constexpr int kHalfChunkMaxThreads = 4;
 
 int64_t chunk_of(const Machine& machine, const CpuProblem& problem, CpuKernel kernel) {
@@ -154,10 +155,10 @@ std::optional<Choice> choose_amx(const Machine& machine, const CpuProblem& probl
 
 Choice choose_kernel(const Machine& machine, const CpuProblem& problem);
 
-// Three cases use a kernel that is more exact than int8 and also faster. With one row on an EPYC, three bytes per
-// activation took 0.75 to 0.85 of the time of one byte, and the default kernels for 8-bit codes 0.7 to 0.85. On a Xeon
-// with AVX2, exact products of 8-bit codes and one row took 0.5 to 1.1 of that time. AMX multiplies bf16 faster in long
-// groups.
+// Chooses an int8 kernel, except in three cases where a more exact kernel is also faster. With one row on an EPYC,
+// three bytes per activation took 0.75 to 0.85 of the time of one byte, and the default kernels for 8-bit codes 0.7 to
+// 0.85. With one row of 8-bit codes on a Xeon with AVX2, exact products took 0.5 to 1.1 of the time of int8. In long
+// groups, AMX multiplies bf16 faster than int8.
 Choice choose_int8(const Machine& machine, const CpuProblem& problem) {
   if (!machine.byte_dot || machine.isa == Isa::avx2) {
     if (problem.M > 1) return {CpuKernel::int8_avx2};

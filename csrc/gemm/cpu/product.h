@@ -158,7 +158,7 @@ class Pass {
   void run_task(Range blocks, Range strips, Range chunks, float* partial) {
     static thread_local Scratch y_scratch, scale_scratch, panel_scratch;
     const int64_t block_strips = plan_.block_columns / plan_.strip;
-    // The row blocks are divided into equal groups, because each group decodes all words again.
+    // Each group of row blocks decodes all words again. So there are as few groups as possible, of nearly equal size.
     const int64_t groups_of_blocks = ceil_divide(ceil_divide(x_.rows, row_tasks()), plan_.block_rows);
     const int64_t block_step = ceil_divide(blocks.size(), groups_of_blocks);
     const int64_t columns = block_strips * plan_.strip;
@@ -182,9 +182,10 @@ class Pass {
         const Range rows{x_.block(some_blocks.begin).begin, x_.block(some_blocks.end - 1).end};
         std::memset(y, 0, sizeof(float) * static_cast<size_t>(some_strips.size() * rows.size() * plan_.strip));
         int64_t loaded = -1;
-        WordsAhead ahead(w_, some_strips, chunks, chunk_k_, plan_.strip);
-        // The steps of a strip and of the next one. set_strip() writes only what differs: a copy of a Step is read in
-        // larger parts than it was written in, for which a CPU waits.
+        WordsAhead ahead(w_, some_strips, chunks, chunk_k_, plan_.strip, bytes_ahead());
+        // The steps of a strip and of the next one. set_strip() writes only the fields that differ, because a copy of a
+        // whole Step would be slow: it would read the new fields in larger parts than they were written in, and a CPU
+        // waits for such reads.
         Step steps[2]{};
         for (Step& step : steps) {
           step.values = values_;
@@ -215,6 +216,11 @@ class Pass {
 
   int64_t columns_of(const Range& strips) const {
     return std::min(strips.end * plan_.strip, w_.N) - strips.begin * plan_.strip;
+  }
+
+  int64_t bytes_ahead() const {
+    const bool near = matrix_.near_e4m3_row && x_.rows == 1 && codes_of(w_.format) == Codes::e4m3;
+    return near ? kBytesAheadNear : kBytesAhead;
   }
 
   // Returns the number of rows of words that hold this many k.

@@ -10,7 +10,8 @@ namespace marlin::cpu {
 
 namespace {
 
-// A gate this low has the same effect as -inf, but it keeps the fp64 sums finite and precise enough.
+// Lower gates are replaced by this value. It has the same effect as -inf, but keeps the fp64 sums finite and precise
+// enough.
 constexpr double kLowestGate = -1e8;
 
 void split(double value, float* high, float* low) {

@@ -29,8 +29,8 @@ struct MlstmKernels {
   int strip;
   int max_rows;
   std::array<void (*)(const MlstmProduct&), kMaxMlstmRows + 1> product;
-  // Adds i + 1 more terms, after the first k terms, to row i. These are the terms of the chunk's tokens: a token does
-  // not use later tokens.
+  // As `product`, but row i has i + 1 terms after the first k terms. These are the terms of the chunk's tokens up to
+  // token i, because a token does not use later tokens.
   std::array<void (*)(const MlstmProduct&), kMaxMlstmRows + 1> causal_product;
   // Computes p[l] *= scale * exp((row_high + high[l]) + (row_low + low[l])) and returns the sum of p.
   float (*weigh)(float* p, const float* high, const float* low, float row_high, float row_low, float scale,
@@ -42,7 +42,7 @@ struct MlstmKernels {
   void (*exp)(float* x, int64_t count);  // in place; x <= 88
   // Computes out = log(1 + exp(-|f|)), which is min(f, 0) - log_sigmoid(f).
   void (*softplus)(const float* f, float* out, int64_t count);
-  // Updates one row of a state with one token: to = forget * from + key * v. Then adds query * to to the numerator.
+  // Updates one row of a state with one token: to = forget * from + key * v. Then computes numerator += query * to.
   void (*step_row)(const float* from, float* to, const float* v, float* numerator, float forget, float key, float query,
                    int64_t count);
 };

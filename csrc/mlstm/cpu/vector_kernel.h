@@ -10,8 +10,8 @@
 
 namespace marlin::cpu {
 
-// Returns log(1 + y) = 2 artanh(y / (2 + y)) for y in [0, 1], by the power series of artanh. Its argument y / (2 + y)
-// is at most 1/3.
+// Returns log(1 + y) = 2 artanh(y / (2 + y)) for y in [0, 1], by the power series of artanh. The argument of artanh is
+// at most 1/3.
 template <class V>
 [[gnu::always_inline]] inline typename V::F log1p_vector(typename V::F y) {
   using F = typename V::F;

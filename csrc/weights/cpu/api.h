@@ -18,7 +18,7 @@ struct PackedWeight {
   int64_t group_size;       // a multiple of 8, at most K; if it is K, there is one group
   const uint32_t* words;    // [K/8, N] of 4-bit codes, [K/4, N] of 8-bit codes
   const uint32_t* high;     // [ceil(K / k_per_high_word), N], or nullptr for formats of one plane
-  const void* scales;       // [G, N]
+  const void* scales;       // [G, N], or [G, N / kScaleBlock] with block_scales
   ElementType scales_type;  // uint8 for coded scales, uint8 or int8 for scales of two levels
   const void* zeros;        // [G, N] or nullptr
   ElementType zeros_type;
@@ -28,6 +28,7 @@ struct PackedWeight {
   const float* global_scale;    // nullptr, or fp32 at [n * global_scale_stride]
   int64_t global_scale_stride;  // 0 for one value, 1 for a value per column
   const float* lut;             // fp32 [16] or nullptr
+  bool block_scales = false;    // true if each scale is for a block of kScaleBlock x kScaleBlock weights
 };
 
 struct DequantizeArguments {

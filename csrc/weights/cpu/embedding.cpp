@@ -22,7 +22,8 @@ float scale_of(const PackedWeight& weight, int64_t group, int64_t n) {
   const int64_t index = group * weight.N + n;
   const ScaleCoding coding = scale_coding(weight.format);
   if (coding == ScaleCoding::floating)
-    return load_element(weight.scales, weight.scales_type, index) * super_of(weight, weight.super_scales, group, n);
+    return load_element(weight.scales, weight.scales_type, weight.block_scales ? index / kScaleBlock : index) *
+           super_of(weight, weight.super_scales, group, n);
   const uint8_t code = static_cast<const uint8_t*>(weight.scales)[index];
   if (coding == ScaleCoding::e8m0) return e8m0_to_float(code);
   const float scale = e4m3_to_float(code);
@@ -43,7 +44,7 @@ void store(void* out, ElementType type, int64_t index, float value) {
   }
 }
 
-// Decodes column n in the order of the format's formula (docs). Rounds each product and sum to fp32.
+// Decodes column n in the order of the format's formula (kernels/shared/types.h). Rounds each product and sum to fp32.
 void decode_column(const EmbeddingArguments& arguments, const float* values, int64_t n, int64_t row) {
   const PackedWeight& weight = arguments.weight;
   const uint32_t per_word = codes_per_word(weight.format), bits = 32 / per_word;

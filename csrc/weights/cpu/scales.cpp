@@ -1,5 +1,9 @@
 #include "csrc/weights/cpu/scales.h"
 
+#include <algorithm>
+
+#include "csrc/cpu/formats.h"
+
 namespace marlin::cpu {
 
 namespace {
@@ -21,12 +25,23 @@ void load_floating(const KernelSet& kernels, const PackedWeight& weight, const v
   }
 }
 
+// Loads the scales of a group if each scale belongs to a block of kScaleBlock columns.
+void load_of_blocks(const PackedWeight& weight, int64_t group, int64_t begin, int64_t count, float* out) {
+  const int64_t first = group * weight.N + begin, last = first + count;
+  for (int64_t i = first, end = first; i < last; i = end) {
+    end = std::min((i / kScaleBlock + 1) * kScaleBlock, last);
+    out = std::fill_n(out, end - i, load_element(weight.scales, weight.scales_type, i / kScaleBlock));
+  }
+}
+
 }  // namespace
 
 void load_group_scales(const KernelSet& kernels, const PackedWeight& weight, int64_t group, int64_t begin,
                        int64_t count, float* out) {
   const ScaleCoding coding = scale_coding(weight.format);
-  if (coding == ScaleCoding::floating) {
+  if (weight.block_scales) {
+    load_of_blocks(weight, group, begin, count, out);
+  } else if (coding == ScaleCoding::floating) {
     load_floating(kernels, weight, weight.scales, weight.scales_type, weight.super_scales, group, begin, count, out);
   } else {
     kernels.decode_scales(static_cast<const uint8_t*>(weight.scales) + group * weight.N + begin, coding, count, out);

@@ -33,6 +33,7 @@ struct StoredWeight {
     view.words = static_cast<const uint32_t*>(b_packed.const_data_ptr());
     view.high = b_high.defined() ? static_cast<const uint32_t*>(b_high.const_data_ptr()) : nullptr;
     view.scales = scales.const_data_ptr();
+    view.block_scales = shape.block_scales;
     view.scales_type = element_type(scales);
     view.zeros = zeros.defined() ? zeros.const_data_ptr() : nullptr;
     view.zeros_type = zeros.defined() ? element_type(zeros) : ElementType::float32;

@@ -21,7 +21,7 @@ struct Tile {
     kVec8 = m * kVec8PerRow,  // runs of eight activations in the tile
     kWords = n * kVec8PerRow,
     kScales = n * kGroups,
-    kBlocksM = kSimdgroupRows / kBlock,  // number of 8x8 blocks in one simdgroup's outputs: down, and below across
+    kBlocksM = kSimdgroupRows / kBlock,  // 8x8 blocks of one simdgroup's outputs, counted from top to bottom
     kBlocksN = tile_simdgroup_columns({m, n, k}) / kBlock,
     kSimdgroupsN = n / (kBlocksN * kBlock),
     // True if the next step's data are stored in threadgroup memory before the current step's products. With two sets

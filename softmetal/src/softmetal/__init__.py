@@ -97,10 +97,7 @@ def _device() -> Library:
 
 
 def _synchronize() -> None:
-    """Waits for the device.
-
-    Before install(), _device() raises: otherwise torch would be asked about MPS and cache its answer.
-    """
+    """Waits for the device. Raises before install(), because torch.mps would cache that there is no MPS."""
     _device()
     torch.mps.synchronize()
 
@@ -158,8 +155,8 @@ def checked(enabled: bool = True) -> Iterator[None]:
 def validated(enabled: bool = True) -> Iterator[None]:
     """Enforces in a `with` block the rules that only Metal's API validation enforces, as `MTL_DEBUG_LAYER=1` does.
 
-    There is one such rule: a kernel's buffer argument may not be nil. On a Mac, the process then ends. Here a
-    RuntimeError is raised, as for the rules that are always enforced.
+    There is one such rule: a kernel's buffer argument may not be nil. If a program breaks it, a Mac ends the process.
+    The device raises RuntimeError, as for the rules that are always enforced.
     """
     before = _device().set_validates(int(enabled))
     try:

@@ -100,10 +100,7 @@ def locked() -> Iterator[None]:
 
 
 def side_by_side(make: Callable[[_T], _U], parts: Iterable[_T]) -> list[_U]:
-    """Calls `make`, which waits for a compiler, on all parts in parallel.
-
-    Returns the results in the order of the parts.
-    """
+    """Returns the results of `make` for all parts, in their order. The calls run in parallel threads."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(make, parts))
 

@@ -72,10 +72,7 @@ class Buffer:
 
     @classmethod
     def sparse(cls, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> Buffer:
-        """Reserves zeros.
-
-        The array may be larger than the machine's memory, because only written pages are allocated.
-        """
+        """Makes a buffer of zeros that may be larger than the machine's memory: only written pages are allocated."""
         count = int(np.prod(shape, dtype=np.int64))
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         memory = mmap.mmap(-1, count * np.dtype(dtype).itemsize, flags=flags)

@@ -1,6 +1,6 @@
 """Implements `torch.mps.Stream`, which exists since torch 2.15.
 
-In a torch without Metal, its base class cannot be instantiated.
+Without this module, `torch.mps.Stream` cannot be instantiated in a torch without Metal.
 """
 
 from typing import Any

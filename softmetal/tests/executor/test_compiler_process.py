@@ -57,9 +57,9 @@ def servers() -> list[int]:
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Gives each test an empty cache of kernels.
+    """Gives each test a cache without kernels, which contains only the compiled headers and the library of clang.
 
-    It contains only what is slow to make: compiled headers and the resident clang's library.
+    Both are slow to make.
     """
     folder = tmp_path / "cache"
     folder.mkdir()
@@ -135,9 +135,9 @@ def resident(compiler: str) -> Iterator[Resident]:
 
 @pytest.mark.parametrize("is_static", [False, True], ids=["a script", "a static program"])
 def test_a_launcher_may_take_the_place_of_clang(is_static: bool, tmp_path: Path) -> None:
-    """A static program cannot load the library that keeps clang resident.
+    """Both kinds of launchers must work without a resident clang.
 
-    A script must not pass the library on to clang.
+    A static program cannot load the library that keeps clang resident. A script must not pass the library on to clang.
     """
     launcher = tmp_path / "launcher"
     if is_static:
@@ -181,7 +181,7 @@ def _ignore_ends_of_children(queue: "multiprocessing.Queue[tuple[tuple[int, byte
 
 
 def test_a_user_may_ignore_the_ends_of_children() -> None:
-    """Processes inherit this setting, but the server and the resident clang need their children's statuses."""
+    """Processes inherit an ignored SIGCHLD, but the server and the resident clang need their children's statuses."""
     assert in_fork(_ignore_ends_of_children) == ((0, b"here\n", b""), False)
 
 

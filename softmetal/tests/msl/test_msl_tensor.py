@@ -72,9 +72,10 @@ def test_relaxed_precision_rounds_float_operands() -> None:
 
 
 def test_layout_of_one_simdgroup() -> None:
-    """MLX's kernels rely on this layout (mlx-metal 0.32.4, steel/gemm/nax.h), so a seed must not change it.
+    """A seed must not change the layouts that kernels rely on.
 
-    Two projects measured the layout of strict floats on an M5.
+    MLX's kernels rely on four neighboring columns (mlx-metal 0.32.4, steel/gemm/nax.h). For fp32 without relaxed
+    precision, docs/device.md names the programs that use pairs of columns on an M5.
     """
     source = """
     template <typename C> void places(thread C& c, device int* out, uint lane) {

@@ -201,10 +201,7 @@ kernel void k(device float* out, constant float* in, uint i [[thread_position_in
 
 
 def _philox(seed: int, index: int) -> np.ndarray:
-    """Computes Philox 4x32-10 (Salmon et al.
-
-    2011). The key is the seed, and the counter is (0, 0, high, low of the index).
-    """
+    """Computes Philox 4x32-10 (Salmon et al. 2011) with key `seed` and counter (0, 0, high and low word of `index`)."""
     mask = 0xFFFFFFFF
     c = [0, 0, index >> 32, index & mask]
     k = [seed >> 32, seed & mask]

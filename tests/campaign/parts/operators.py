@@ -1,4 +1,4 @@
-"""Products of random shapes, formats, layouts and magnitudes against fp64, within the bound of docs/use/operators.md."""
+"""Compares products of random shapes, formats and magnitudes with fp64, within the bound of docs/use/operators.md."""
 
 import random
 from pathlib import Path
@@ -31,6 +31,9 @@ def case(rng: random.Random, work: Path) -> str:
         codes = {"scales_dtype": rng.choice((torch.uint8, torch.int8)), "super_dtype": scales_dtype}
         has_bias = tmm.WEIGHT_FORMATS[name].zeros_role == "bias"
         options |= codes | {"zeros_dtype": rng.choice((torch.uint8, scales_dtype)) if has_bias else None}
+    if name == "float8_e4m3" and "super_dtype" not in options and rng.random() < 0.5:
+        N, group_size = rng.choice((128, 256, 384)), 128
+        options["block_scales"] = True
     if wide and rng.random() < 0.5:
         options["exponent"] = rng.randrange(-90, 96)
     if name in ("mxfp4", "mxfp8") and "exponent" in options:

@@ -24,7 +24,7 @@ PROGRAMS = {"cpu_kernels_test": ["3"], "cpu_weights_test": ["3"], "cpu_mlstm_tes
 def state() -> str:
     """Returns a digest of the sources.
 
-    It names the folder of the programs, so that programs of older sources do not run.
+    The digest is part of the name of the programs' folder, so that programs of older sources do not run.
     """
     files = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".h", ".cpp"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]

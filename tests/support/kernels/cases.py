@@ -122,7 +122,7 @@ def plain_problems(
 ) -> list[Any]:
     """Returns a problem for each format and activation dtype.
 
-    The sample contains each dtype, with the formats in turn.
+    The sample contains each dtype once, each time with another format.
     """
     kinds = list(itertools.product(formats, dtypes))
     sample = {(formats[2 * i], dtype) for i, dtype in enumerate(dtypes)}

@@ -205,7 +205,10 @@ def _tensors(p: Mixture) -> tuple[dict, dict]:
     """Returns the buffers (by slot) and function constants of all tensors except ids and results."""
     held = p.experts.arguments
     buffers = {"A": place(p.a.reshape(-1)), "Packed": place(p.experts.b_packed), "Scales": place(p.experts.scales)}
-    constants: dict[str, int | bool] = {"scales_type": element_type(p.experts.scales.dtype)}
+    constants: dict[str, int | bool] = {
+        "scales_type": element_type(p.experts.scales.dtype),
+        "block_scales": p.experts.scales.shape[-1] < p.sizes["N"],
+    }
     if "zeros" in held:
         buffers["Zeros"] = place(held["zeros"])
         constants["zeros_type"] = element_type(held["zeros"].dtype)

@@ -58,7 +58,7 @@ def check_fused_work(problem: Problem, rows: int, k_per_slice: int, counters: Co
     words = row_blocks * reference.word_bytes(problem.weight_format, problem.K, problem.N)
     activations = row_blocks * strips * rows * problem.K
     assert read.get(number("kSlotPacked"), 0) == words, "bytes of packed words read"
-    # a lane loads a high word if the word holds bits of its k
+    # for each word of codes, a lane also loads the word of the second plane that holds the upper bits
     has_high_plane = problem.weight_format in reference.PLANES
     assert read.get(number("kSlotHigh"), 0) == words * has_high_plane, "bytes of the second plane read"
     assert read.get(number("kSlotA"), 0) == activations * problem.dtype.itemsize, "bytes of activations read"

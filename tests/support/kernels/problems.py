@@ -43,6 +43,7 @@ class Problem:
     a_gap: int = 0
     # Allows vector loads if the tensors are aligned for them.
     vectors: bool = True
+    block_scales: bool = False
     all_positive: bool = False
     # All rows are equal, and the bias is minus their product in fp32, so results are nearly 0. Errors of the sums are
     # then larger than the rounding of the result, even in fp16 and bf16.
@@ -72,6 +73,7 @@ def make_inputs(problem: Problem) -> Inputs:
         super_dtype=p.super_dtype,
         global_scale_shape=p.global_scale if p.weight_format == "nvfp4" else None,
         seed=p.seed,
+        block_scales=p.block_scales,
     )
     a = rng.uniform(0.5, 1.5, (p.M, p.K)) if p.all_positive else rng.standard_normal((p.M, p.K))
     bias = torch.from_numpy(rng.standard_normal(p.N)).to(p.bias_dtype) if p.bias_dtype else None
@@ -86,7 +88,7 @@ def _weight_buffers(problem: Problem, inputs: Inputs) -> tuple[dict, dict]:
     """Returns the buffers (by slot) and function constants of the packed weight."""
     weight, arguments = inputs.weight, inputs.weight.arguments
     buffers = {"Packed": place(weight.b_packed), "Scales": place(weight.scales)}
-    constants = {"scales_type": element_type(weight.scales.dtype)}
+    constants = {"scales_type": element_type(weight.scales.dtype), "block_scales": problem.block_scales}
     if "zeros" in arguments:
         buffers["Zeros"] = place(arguments["zeros"])
         constants["zeros_type"] = element_type(arguments["zeros"].dtype)

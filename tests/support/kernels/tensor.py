@@ -65,6 +65,6 @@ def check_tensor_reads(
     words = row_blocks * reference.word_bytes(weight_format, K, N) * (2 if reads_halves else 1)
     activations = row_blocks * number("kTensorRows") * K * strips
     assert read.get(number("kSlotPacked"), 0) == words, "bytes of packed words read"
-    has_high_plane = weight_format in reference.PLANES  # a lane loads a high word if the word holds bits of its k
+    has_high_plane = weight_format in reference.PLANES  # one word of upper bits for each word
     assert read.get(number("kSlotHigh"), 0) == words * has_high_plane, "bytes of the second plane read"
     assert read.get(number("kSlotA"), 0) == activations * dtype.itemsize, "bytes of activations read"

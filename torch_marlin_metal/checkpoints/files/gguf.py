@@ -105,7 +105,7 @@ class _Header:
 
     def __init__(self, file: Path, stream: BinaryIO, size: int) -> None:
         self.file, self.stream, self.size = file, stream, size
-        self.position = 0  # a call of stream.tell() for each value would cost a system call
+        self.position = 0  # counted here, because stream.tell() costs a system call
 
     def fail(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {message}")

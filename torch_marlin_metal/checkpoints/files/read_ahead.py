@@ -97,7 +97,7 @@ def _batches(groups: dict[int, Group]) -> Iterator[list[int]]:
 
 
 def _read(groups: dict[int, Group]) -> Batch:
-    """Reads in file order. Adjacent tensors share one system call."""
+    """Reads the groups' tensors in the order of the files. Adjacent tensors share one system call."""
     infos = {info.name: info for group in groups.values() for info in group}
     places = sorted(infos.values(), key=lambda info: (info.file, info.offset))
     memory = {info.name: allocate(info) for info in places}

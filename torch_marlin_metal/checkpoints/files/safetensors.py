@@ -160,7 +160,7 @@ def _empty(nbytes: int) -> Tensor:
     return prefer_huge_pages(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
 
-_kept = threading.local()  # `streams`: set inside `keep_file_open`; holds the file that the thread read last
+_kept = threading.local()  # `streams` exists inside `keep_file_open` and holds the file that the thread read last
 
 
 @contextmanager
@@ -206,7 +206,7 @@ class _Blocks:
         self._free: dict[int, Any] = {}  # id of a block -> the block; several threads remove blocks at the same time
 
     def take(self, nbytes: int) -> Tensor:
-        """Makes an uninitialized uint8 tensor. When the last reference is gone, its memory returns to this pool."""
+        """Makes an uninitialized uint8 tensor. When the tensor is freed, its memory returns to this pool."""
         fits = [key for key, free in list(self._free.items()) if nbytes <= free.nbytes <= 2 * nbytes]
         block = next((block for key in fits if (block := self._free.pop(key, None)) is not None), None)
         if block is None:
@@ -240,7 +240,7 @@ def read_tensor(info: TensorInfo, index: int | None = None, part: Slice | None =
     Args:
         info: the location of the tensor.
         index: read only `tensor[index]` along its first dimension.
-        part: read only this slice. The tensor, after `index`, has one or two dimensions.
+        part: read only this slice of the tensor, or of `tensor[index]`, which must have one or two dimensions.
 
     Raises:
         CheckpointError: the file became unreadable or shorter after its header was read, or memory for the tensor

@@ -96,7 +96,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
 
 
 def _columns(layer: Layer, N: int, words: int) -> int:
-    """Returns the K of the layer. `weight_packed` may have padding after it."""
+    """Returns the K of the layer. The rows of `weight_packed` may have padding after K codes."""
     if "weight_shape" not in layer:
         return 8 * words
     layer.expect("weight_shape", ("I64", "I32"), 2)
@@ -133,7 +133,7 @@ def _zeros(layer: Layer, N: int, G: int, bits: int) -> Tensor | None:
     if "weight_zero_point" not in layer:
         return None
     offset = 1 << (bits - 1)
-    if layer.dtype("weight_zero_point") == "I8":  # not packed: one zero point per tensor, or an old version's
+    if layer.dtype("weight_zero_point") == "I8":  # not packed: one per tensor, or written by an old version
         sizes = (1,) if layer.shape("weight_zero_point") == (1,) else (N, G)
         layer.expect("weight_zero_point", ("I8",), *sizes)
         zeros = (layer.read("weight_zero_point").int() + offset).expand(N, G).t()

@@ -37,7 +37,8 @@ from torch_marlin_metal.checkpoints.formats.gguf_pieces import Piece, dequantize
 from torch_marlin_metal.checkpoints.options import ReadOptions, typed
 from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.formats import weight_format
-from torch_marlin_metal.packed_weight import COLUMN_TENSORS, PackedWeight, PackedWeightError, same_kind
+from torch_marlin_metal.joined_weights import same_kind
+from torch_marlin_metal.packed_weight import COLUMN_TENSORS, PackedWeight, PackedWeightError
 
 
 def unknown_architecture(path: Path, architecture: str) -> str:
@@ -169,7 +170,7 @@ class GgufReader(CheckpointReader):
         return f"{name}.weight" if f"{name}.weight" in self.tensors else name
 
     def kind(self, index: int) -> Hashable:
-        """Returns the types, the shapes, and the name without digits. The column order depends on the name."""
+        """Returns the types, the shapes, and the name without digits, because the column order depends on the name."""
         piece = self._layers[index]
         sides = [name for tensor in piece.tensors for name in self._side_tensors(tensor)]
         whole = piece.expert is None, piece.part, re.sub(r"\d", "", piece.tensor.name)

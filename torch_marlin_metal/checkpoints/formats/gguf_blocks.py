@@ -24,7 +24,7 @@ IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 
 
 def _codes(blocks: Tensor, run: int) -> Tensor:
-    """Repacks bytes `[N, ..., run]` to int32 `[K/8, N]`. Low nibbles are `run` codes, high nibbles the next codes."""
+    """Repacks bytes `[N, ..., run]` to int32 `[K/8, N]`. In a run, the low nibbles are the first `run` codes."""
     runs = blocks.reshape(blocks.shape[0], -1, run)
     even, odd = runs[..., 0::2], runs[..., 1::2]
     low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
@@ -167,7 +167,7 @@ def in_pieces(decode: Callable[[Tensor], PackedWeight], read: Callable[[Slice], 
     Args:
         decode: converts bytes `[n, B, bytes of a block]`.
         read: returns the bytes of a slice of rows.
-        rows: N.
+        rows: the number of rows, N.
     """
     whole: dict[str, Tensor] = {}
     step = max(1, PIECE_BYTES // max(1, read(Slice(0, 0, 1)).numel()))

@@ -124,7 +124,7 @@ KEYS: dict[str, Key] = {
     "rope.dimension_sections": Key(special=True),
     "rope.freq_base": ROPE,
     "rope.freq_base_swa": ROPE,
-    "rope.scale_linear": ROPE,  # what files of 2023 call rope.scaling.factor
+    "rope.scale_linear": ROPE,  # the name of rope.scaling.factor in files of 2023
     "rope.scaling.type": ROPE,
     "rope.scaling.factor": ROPE,
     "rope.scaling.attn_factor": ROPE,

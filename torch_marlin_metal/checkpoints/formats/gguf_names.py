@@ -47,8 +47,8 @@ class Architecture:
             order: all rows of q, then k, then v.
         transposed: float matrices that transformers stores as `[K, N]`.
         numbers: block parameters that the file stores as metadata: key -> name in a block.
-        without: transformers' names for tensors that depend on a second tensor: (the second tensor, the name if the
-            file lacks that tensor).
+        without: tensors whose name in transformers depends on a second tensor: name in a block -> (the second tensor,
+            the name in transformers if the file lacks the second tensor).
         tiles_values: True if the converter reorders the value heads of linear attention, see `gguf_orders`.
     """
 
@@ -87,7 +87,7 @@ RULES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek2", "mistral4", "glm-dsa"), LATENT),
     **dict.fromkeys(("chatglm", "nomic-bert"), SPLIT_QKV),
     **{name: {"qkv": "heads"} for name in ("gptneox", "bloom")},
-    # T5 1.0 has no gate.
+    # T5 1.0 has no gate, and its up layer has another name than in T5 1.1.
     "t5encoder": {"without": {".ffn_up": (".ffn_gate", ".layer.1.DenseReluDense.wi")}},
     # Falcon 7B has one norm in a block. Falcon 40B has one norm for the attention and one for the MLP.
     "falcon": {"qkv": "groups", "without": {".attn_norm": (".attn_norm_2", ".input_layernorm")}},
@@ -130,7 +130,7 @@ def hf_name(name: str, architecture: str) -> str | None:
 
 
 def is_own_scale(name: str, architecture: str) -> bool:
-    """Returns True if `[...].scale` is a parameter of transformers' model, False if it is a scale of NVFP4."""
+    """Returns True if a tensor `<name>.scale` is a parameter of transformers' model, False if it scales NVFP4 codes."""
     block = BLOCK_NAME.fullmatch(name)
     return block is not None and block[2] in ARCHITECTURES[architecture].names
 

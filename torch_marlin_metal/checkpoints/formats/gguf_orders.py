@@ -22,7 +22,7 @@ from torch_marlin_metal.packed_weight import SUPER_BLOCK, PackedWeight
 from torch_marlin_metal.repack import pack_planes, unpack_planes
 
 HEADS = {".attn_q": "attention.head_count", ".attn_k": "attention.head_count_kv"}
-# Tensors in the order of the value heads: tensors with one row per head, and tensors with many.
+# Tensors whose rows follow the order of the value heads: one row per head, or several rows per head.
 ONE_ROW, ALL_ROWS = (".ssm_a", ".ssm_dt", ".ssm_alpha", ".ssm_beta"), (".attn_gate", ".attn_qkv", ".ssm_conv1d")
 COLUMNS = ".ssm_out"
 
@@ -98,14 +98,14 @@ def joined(way: str, first: Tensor, second: Tensor, architecture: str, metadata:
     """Joins the rows of two tensors into the rows of one transformers layer.
 
     Args:
-        way: "behind": the second tensor's rows follow the first's. "interleaved": rows of both alternate. "key heads":
-            the first tensor has q, k and v, the second z; the result has q, k, v and z for each key head in turn.
-            "latent": the first tensor is `[heads, K, n]`, the second `[heads, m, K]`; each head of the result has n
-            rows of the first and m of the second.
-        first: `[rows, ...]`.
-        second: `[rows, ...]`.
+        way: the order of the rows in the layer. "behind": all rows of the first tensor, then all of the second.
+            "interleaved": a row of the first, a row of the second, and so on. "key heads": for each key head its rows
+            of q, k and v, which are in the first tensor, then its rows of z, which are in the second. "latent": for
+            each head n rows of the first tensor, then m rows of the second.
+        first: `[rows, ...]`; for "latent" `[heads, K, n]`.
+        second: `[rows, ...]`; for "latent" `[heads, m, K]`.
         architecture: one of `ARCHITECTURES`.
-        metadata: the file's metadata.
+        metadata: the file's metadata, which has the numbers of heads.
     """
     if way == "latent":
         return torch.cat((first.transpose(1, 2), second), dim=1).flatten(0, 1)
@@ -123,7 +123,10 @@ def joined(way: str, first: Tensor, second: Tensor, architecture: str, metadata:
 
 
 def column_order(name: str, architecture: str, metadata: Mapping[str, Any], columns: int) -> Tensor | None:
-    """Returns an order like `row_order`'s, int64 `[columns]`, for the matrix whose columns are the value heads."""
+    """Returns the order of the columns, int64 `[columns]`, of a matrix with one or more columns per value head.
+
+    Like the result of `row_order`, the order restores transformers' order. None means that no column moved.
+    """
     block, numbers = BLOCK_NAME.fullmatch(name), _Numbers(architecture, metadata)
     if block is None or block[2] != f"{COLUMNS}.weight" or not ARCHITECTURES[architecture].tiles_values:
         return None

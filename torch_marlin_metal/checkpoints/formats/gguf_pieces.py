@@ -19,7 +19,7 @@ class Piece:
         second: the matrix that is joined to the first, or None.
         way: how to join the rows of the two matrices, see `gguf_orders.joined`.
         expert: the index of the matrix in the stack.
-        part: the number of the part of the rows that is the layer, see `gguf_orders.split_rows`. None means all rows.
+        part: if the layer is a part of the matrix's rows, the part's number, see `gguf_orders.split_rows`. Else None.
     """
 
     tensor: GgufTensor

@@ -1,8 +1,9 @@
 """GGUF block types of at most 3 bits. The weights of a group have at most 16 distinct values.
 
-The package gguf contains the grids, the sign tables and the packing of codes, and its function decodes a block. Each
-decoded value divided by its group's scale is exactly a whole number or a table entry: a scale has at most 17
-significant bits, so its products with whole numbers and table entries fit into fp32.
+The package gguf decodes the blocks to floats, because only that package contains the grids, the sign tables and the
+packing of the codes. This module then divides each decoded value by its group's scale. The quotient is exactly a whole
+number or a table entry: a scale has at most 17 significant bits, so its products with whole numbers and table entries
+fit into fp32.
 """
 
 from collections.abc import Callable
@@ -38,7 +39,7 @@ class SmallType:
         d: reads the fp16 scale of each block, `[N, B]`, from bytes `[N, B, bytes of a block]`.
         codes: reads the whole numbers that multiply d, `[N, B, groups of a block]`. None if a block is one group.
         factor: a power of two that multiplies each scale. The factor is included in the table.
-        signed: True if gguf's table has magnitudes that apply with both signs.
+        signed: True if gguf's table has only magnitudes, and a value may be a magnitude or its negative.
         has_table: True if the values come from a table.
     """
 
@@ -86,7 +87,7 @@ class SmallType:
         exact = scales.float() if self.codes is None else d.unsqueeze(2).float() * scales.float() * self.factor
         exact = exact.reshape(rows, -1)
         values = decode(blocks.reshape(rows, -1).numpy(), type_name).reshape(rows, -1, self.group_size)
-        zero = exact == 0  # any code decodes to 0, so the sign of the zero selects the code
+        zero = exact == 0  # every code decodes to 0 here, so choose a code with the sign of the zero
         negative = values[zero].signbit() != exact[zero].signbit().unsqueeze(1)
         values /= exact.unsqueeze(2)
         values[zero] = torch.where(negative, table[0], table[-1])
@@ -117,7 +118,7 @@ def _odd(code: Tensor) -> Tensor:
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    """Returns scale - 32. The low 4 bits of the 16 scales are in 8 bytes, the high 2 bits in 4 bytes."""
+    """Returns the 16 scale codes of a block minus 32. Their low 4 bits are in 8 bytes, the high 2 bits in 4 bytes."""
     low, high = blocks[..., 96:104], blocks[..., 104:108]
     low = torch.cat((low & 15, low >> 4), dim=2).int()
     high = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=2).int()

@@ -33,7 +33,7 @@ from torch_marlin_metal.packed_weight import PackedWeight
 
 PLANAR = "gptq_p"  # GPTQModel's format for codes in planes; codes of 2, 4 and 8 bits have one plane
 VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2, PLANAR: 2}
-# Bits of a code -> a word of qzeros with 1 in each zero point. GPTQModel adds this word for these two widths.
+# Bits of a code -> a word with 1 in each zero point. For these two widths, GPTQModel adds this word to qzeros.
 ONES = {2: 0x55555555, 8: 0x01010101}
 # A word of qzeros whose zero points are all the middle of the code range, for each width and version.
 SYMMETRIC_WORDS = {
@@ -163,7 +163,10 @@ def _other_zeros(qzeros: Tensor, bits: int, N: int, planar: bool) -> Tensor:
 
 
 def _check_version(layer: Layer, raw: Tensor, version: int, middle: int) -> None:
-    """Refuses a file with the wrong version. In symmetric 4-bit files, raw zero points are 7 (version 1) or 8 (2)."""
+    """Refuses a symmetric file whose zero points show that the stated version is wrong.
+
+    The stored zero points of symmetric 4-bit codes, for example, are 7 in version 1 and 8 in version 2.
+    """
     other = 3 - version
     if constant(raw, middle - (other == 1)):
         raise layer.error(

@@ -19,7 +19,7 @@ from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
-# Bits of a code -> name of the packing, dtype of its elements, codes in an element.
+# Bits of a code -> name of the packing, dtype of the elements of `W_q`, codes in an element.
 PACKINGS = {
     1: ("1bit_u8", torch.uint8, 8),
     2: ("2bit_u8", torch.uint8, 4),

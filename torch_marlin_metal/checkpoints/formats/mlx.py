@@ -1,7 +1,7 @@
 """MLX layers: `weight` uint32 `[N, K * bits / 32]`, first k in the low bits; affine scales and biases, or block scales.
 
-mlx-lm writes these layers. transformers' Metal quantizer writes them too, and calls the biases `qbiases`. The settings
-object also has the settings of single modules, keyed by the module's name.
+mlx-lm writes these layers. transformers' Metal quantizer writes them too, but calls the biases `qbiases`. The settings
+of the checkpoint may contain other settings for single modules, keyed by the module's name.
 """
 
 from functools import partial
@@ -97,7 +97,7 @@ BLOCK_MODES = {
 
 
 def _latent(layer: Layer, settings: Settings) -> FloatRows:
-    """Decodes `kv_b_proj`. Each head has rows for keys, which are columns in the file, and rows for values."""
+    """Decodes `kv_b_proj`, which has rows for keys and rows for values in each head. The file has keys as columns."""
     keys, values = _heads(layer, settings, ""), _heads(layer, settings, "second ")
     if keys.shape[0] != values.shape[0] or keys.shape[1] != values.shape[2]:
         raise layer.error("weight", f"{list(keys.shape)} does not fit {VALUES[1:]} of {list(values.shape)}")

@@ -25,7 +25,7 @@ ENDINGS = {
 # each head swapped.
 KEYS, VALUES, LATENT = ".embed_q", ".unembed_out", ".kv_b_proj"
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")  # transformers: [C, 1, width], mlx-lm: [C, width, 1]
-# transformers multiplies by 1 + weight. mlx-lm stores 1 + weight.
+# Weights of norms that multiply by 1 + weight in transformers. mlx-lm stores 1 + weight.
 SHIFTED = (
     ".input_layernorm.weight",
     ".post_attention_layernorm.weight",

@@ -67,7 +67,7 @@ def _read_int4(layer: Layer, settings: Settings) -> PackedWeight:
     group_size = (settings.section("quantization") or settings).integer("group_size", default=-(-K // groups)) or K
     layer.expect("weight_scale", FLOATS, N, -(-K // group_size))
     stored, scales = layer.read("weight"), layer.read("weight_scale").t()
-    codes = torch.stack((stored & 15, stored >> 4), dim=1).reshape(N, K) ^ SIGN[4]  # they are two's complement
+    codes = torch.stack((stored & 15, stored >> 4), dim=1).reshape(N, K) ^ SIGN[4]  # the codes are two's complement
     words = words_of_codes(codes)
 
     if (columns := input_scale(layer, K)) is not None:

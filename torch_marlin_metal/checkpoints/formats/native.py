@@ -88,6 +88,8 @@ def _describe(weight: PackedWeight) -> dict[str, Any]:
         entry["super_dtype"] = _dtype_name(weight.super_scales)
     if weight.global_scale is not None and weight.global_scale.numel() > 1:
         entry["global_scale_per_column"] = True
+    if weight.has_block_scales:
+        entry["block_scales"] = True
     return entry
 
 

@@ -50,8 +50,8 @@ def read_plain(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
 def read_tiles(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
     """Reads Int4TilePackedTo4dTensor in CUDA's layout: w = (q - 8) * scale + zero. N and K are padded.
 
-    ROCm writes tensors of the same shape in another layout, and the file does not name the GPU that wrote it. Each read
-    therefore warns.
+    ROCm writes tensors of the same shape in another layout, and the file does not say which GPU wrote it. A warning
+    therefore says that NVIDIA's layout is assumed.
     """
     warnings.warn(
         "Int4TilePackedTo4dTensor is read as an NVIDIA GPU writes it. An AMD GPU writes other weights into the same "

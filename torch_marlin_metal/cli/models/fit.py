@@ -25,7 +25,7 @@ from torch_marlin_metal.models.report import module_bytes
 from torch_marlin_metal.printing import table
 from torch_marlin_metal.sizes import human_size, parse_size
 
-LARGE_MAC = 36 * 2**30  # memory in bytes; macOS lends the GPU 2/3 of it up to this size, 3/4 above
+LARGE_MAC = 36 * 2**30  # bytes; macOS lends the GPU 2/3 of a Mac's memory up to this size, and 3/4 above it
 PROMPT = 512
 # Temporary bytes that an operator allocates besides its result. The meta device does not show them.
 INSIDE: dict[Any, Callable[[Tensor], int]] = {
@@ -45,7 +45,7 @@ def fit(
 ) -> int:
     """Reports if a model fits into a Mac.
 
-    A model of floats has a row for each weight format, a packed model has one row. The bytes are those of the weights
+    The table has a row for each weight format, or one row if the model is packed. The bytes are those of the weights
     after loading. The exit code is 1 if nothing fits.
     """
     limit = gpu_memory(memory)

@@ -204,7 +204,7 @@ def last_logits(model: Any, count: int = 1) -> dict[str, int]:
 
 
 def peak_memory(device: str) -> int:
-    """Returns the bytes that the GPU driver has now, or on the CPU the peak memory of this process."""
+    """Returns the bytes that the GPU driver has allocated. On the CPU, returns the peak memory of this process."""
     if device == "mps":
         return torch.mps.driver_allocated_memory()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -41,9 +41,9 @@ class Roofline(RichText):
     """A GPU's roofline and the products below it.
 
     Attributes:
-        gpu: the GPU.
+        gpu: the GPU that computes the products.
         weight_format: weight format of the products.
-        points: a point for each product.
+        points: a point for each product, in the order of `shapes`.
     """
 
     gpu: AppleSiliconGPU

@@ -57,9 +57,9 @@ class TileTable(RichText):
     """Every variant and tile shape for one GPU and one activation dtype. Prints as a table.
 
     Attributes:
-        gpu: the GPU.
+        gpu: the GPU for which the occupancy is computed.
         dtype: dtype of the activations.
-        rows: a row for each variant and tile shape.
+        rows: an entry for each variant and tile shape.
     """
 
     gpu: AppleSiliconGPU

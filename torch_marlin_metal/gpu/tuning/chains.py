@@ -132,7 +132,7 @@ def cold_copies(tensors: Sequence[Tensor], cold_bytes: int = COLD_BYTES) -> list
 
 
 def rotating(weight: PackedWeight, cold_bytes: int = COLD_BYTES) -> Callable[[int], PackedWeight]:
-    """Returns a function that maps the index of a call to a clone of the weight. Consecutive calls get other clones."""
+    """Returns a function from the index of a call to a clone of the weight. Consecutive calls get different clones."""
     tensors = weight.tensors()
     copies = cold_copies(list(tensors.values()), cold_bytes)
     weights = [replace(weight, **dict(zip(tensors, copy, strict=True))) for copy in copies]  # type: ignore[arg-type]

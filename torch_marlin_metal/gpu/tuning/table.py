@@ -64,7 +64,7 @@ class TunedRange:
     """The fastest variant of a product for a range of row counts. A range from `tune` has a single row count.
 
     Attributes:
-        product: the product.
+        product: the weight's shape and format, and the activations' dtype.
         first_rows: smallest row count of the range.
         last_rows: largest row count of the range.
         variant: the fastest variant, as a name for `gemm(variant=...)`.

@@ -38,7 +38,7 @@ def variants(product: Product, weight: PackedWeight, a: Tensor, cold_bytes: int 
     """Makes a chain of products for one tile of each variant, with the planner's choice first.
 
     Args:
-        product: the product.
+        product: the shape and format of `weight`.
         weight: the weight of the product, on mps.
         a: activations `[M, K]` on mps.
         cold_bytes: total bytes of the weight's clones, which a chain uses in turn.

@@ -137,7 +137,7 @@ class MarlinDiffusersQuantizer(ChoosesLayers, DiffusersQuantizer):  # type: igno
         return state_dict
 
     def _open_file(self, model: Any, state: dict[str, Any], wide: set[str]) -> Callable[..., bool]:
-        """Leaves only diffusers' own tensors in `state`. Returns the function that selects the layers to decode."""
+        """Leaves in `state` only tensors that diffusers loads. Returns the function that selects layers to decode."""
         for name, parameter in model.named_parameters():
             dtype = torch.float32 if wide & set(name.split(".")) else self._dtype
             if dtype is not None and parameter.is_floating_point():

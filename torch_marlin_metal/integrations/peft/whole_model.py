@@ -1,4 +1,4 @@
-"""Wraps peft's functions that count, freeze or search a model's parameters. Packed weights are buffers."""
+"""Wraps peft's functions that count, freeze or search parameters. They would miss packed weights, which are buffers."""
 
 import contextlib
 import functools
@@ -52,7 +52,7 @@ def _shown_tables(model: nn.Module) -> Iterator[None]:
 
 
 def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `prepare_model_for_kbit_training` handle packed models like HQQ models: weights are not parameters.
+    """Makes `prepare_model_for_kbit_training` handle packed models like HQQ models, whose weights are no parameters.
 
     peft then freezes the model, keeps the dtypes of its other parameters, and enables gradient checkpointing.
     """

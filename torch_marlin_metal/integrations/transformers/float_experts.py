@@ -119,10 +119,9 @@ class FloatExperts:
 class MergedOneByOne(WeightConverter):  # type: ignore[misc]
     """Replaces a conversion of transformers that merges the tensors of experts.
 
-    If the quantizer packs the merged parameter, the conversion quantizes the tensors instead, one expert at a time.
-
-    During quantization, transformers passes functions that read tensors, not the tensors, so one tensor is read at a
-    time.
+    If the quantizer packs the merged parameter, the replacement does not merge the tensors but quantizes them, one
+    expert at a time. During quantization, transformers passes functions that read the tensors instead of the tensors,
+    so only one tensor is in memory at a time.
     """
 
     __slots__ = ()

@@ -36,7 +36,7 @@ class PackedCheckpoint:
 
     Args:
         reader: the reader of the packed layers.
-        config: the options of the load.
+        config: the options that the user passed, or the defaults.
         parts: see `Caller`.
     """
 
@@ -106,7 +106,7 @@ class PackedCheckpoint:
             keys.pop(f"{name}.weight", None)
         dense = {name for name, _, _ in self.reader.others()}
         kept = {name.removeprefix(plan.prefix) for name in self.reader.tensor_files().keys() - dense}
-        packed = {EXPERT.sub(".experts.0.", name) for name in kept}  # patterns match any number
+        packed = {EXPERT.sub(".experts.0.", name) for name in kept}  # 0 stands for all, as patterns match any number
         # transformers would merge the floats of these experts. The loader reads them instead.
         packed |= {f"{name}.{kind}" for name, experts in plan.experts.items() if experts.floats for kind in WEIGHTS}
         packed |= {name.removeprefix(plan.prefix) for name in plan.unused}
@@ -156,8 +156,9 @@ def check_devices(op: str, device_map: dict[str, Any]) -> None:
 def device_of(device_map: dict[str, Any] | None, name: str) -> torch.device:
     """Returns the device for a layer.
 
-    If a map contains both mps and cpu, accelerate also runs the CPU's modules on mps. For each call, it copies their
-    parameters to mps, but it keeps their buffers on mps. A packed weight is a buffer, so it is loaded to mps directly.
+    If a map contains both mps and cpu, accelerate also runs the CPU's modules on mps. It copies the parameters of these
+    modules to mps for each call, but their buffers are always on mps. A packed weight is a buffer, so it is loaded to
+    mps directly.
     """
     if device_map is None:
         return torch.device("cpu")

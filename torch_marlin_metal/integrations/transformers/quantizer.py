@@ -179,7 +179,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         return True
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        # With True, transformers refuses .half() and .float(). These convert only the bias of a packed layer.
+        # With True, transformers refuses .half() and .float(), although they convert only the bias of a packed layer.
         model.is_quantized = False
         self._install(model)
         if self.quantization_config.fuse:

@@ -1,8 +1,8 @@
 """Makes `save_pretrained` work for every model with packed layers, both loaded models and models quantized in memory.
 
-A model from `from_pretrained` has a quantizer, and transformers saves the tensors that it returns. Without a quantizer,
-for example after `quantize_model`, transformers would write tensors that no loader can read. The wrapper of
-`save_pretrained` therefore first attaches a quantizer to such a model. After saving, it writes the directory's README.
+A model from `from_pretrained` has a quantizer, and transformers saves the tensors that the quantizer returns. Without a
+quantizer, for example after `quantize_model`, transformers would write tensors that no loader can read. The wrapper of
+`save_pretrained` therefore first attaches a quantizer to such a model. After saving, the wrapper writes the README.
 """
 
 import functools

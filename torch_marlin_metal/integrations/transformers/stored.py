@@ -22,8 +22,8 @@ def stored_layers(model: Any, *, copy: bool = True) -> Iterator[tuple[str, Packe
     after loading. Layers that share a weight for another reason are yielded as copies, because safetensors refuses
     tensors that share memory.
     """
-    # Only these ids are compared. A column part of a fused layer is a new tensor, which may get the id of a freed
-    # tensor.
+    # Only these ids are compared, because a column part of a fused layer is a new tensor, which may get the id of a
+    # freed tensor.
     held = {id(module.b_packed) for module in model.modules() if isinstance(module, MarlinLinear)}
     first: dict[int, str] = {}
     ties: dict[str, str] | None = None
@@ -48,7 +48,7 @@ def packed_layers(model: nn.Module, *, copy: bool = True) -> Iterator[tuple[str,
     """Yields (name, weight) for each packed layer of a model, with the names that checkpoints use.
 
     Args:
-        model: the model.
+        model: a model whose projections and experts may be fused or stacked.
         copy: see `ExpertWeights.to_packed`.
     """
     yield from unfused(model)

@@ -4,13 +4,13 @@
 this function. For the methods in `known_formats.py` and for GGUF files, the wrapper returns this package's quantizer.
 transformers' tables of methods do not change, except for one entry for this package's own directories.
 
-If this package refuses a checkpoint, transformers loads it in a second attempt, as without the import. If the script
-passed a `MarlinConfig`, there is no second attempt. `from_pretrained` is wrapped for the second attempt. GGUF files
-have no second attempt: this package refuses them because of settings that transformers ignores.
+`from_pretrained` is wrapped too. If this package refuses a checkpoint, the wrapper lets transformers load it in a
+second attempt, as without the import. There is no second attempt if the script passed a `MarlinConfig`, or for GGUF
+files, which this package refuses because of settings that transformers ignores.
 
-transformers searches the settings of a checkpoint only in the configuration of the model class. If they are not there,
-the wrapper calls `find_settings`. The class may use the configuration of a sub-model, and old GPTQ and AWQ directories
-have the settings in a separate file next to config.json.
+transformers searches the settings of a checkpoint only in the configuration of the model class. They may be elsewhere:
+the class may use the configuration of a sub-model, and old GPTQ and AWQ directories have the settings in a separate
+file next to config.json. In these cases, the wrapper calls `find_settings`.
 """
 
 import functools

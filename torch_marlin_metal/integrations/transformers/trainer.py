@@ -1,7 +1,7 @@
 """Makes transformers' `Trainer` log which weights cannot be trained, if a packed model has no adapters.
 
-With its own quantizers, transformers refuses such a model. A packed model is accepted, because a new head or other
-float layers can be trained.
+transformers refuses a model without adapters if one of its own quantizers packed the model. A model with this package's
+layers is accepted, because a new head or other float layers can be trained.
 """
 
 import functools

@@ -69,8 +69,8 @@ def _tied_keys(model: Any) -> dict[str, str]:
 def _tie_packed(model: Any, keys: dict[str, str]) -> dict[str, str]:
     """Makes tied packed layers share one set of tensors.
 
-    Returns the keys of the tied layers that are not packed. Layers with different weights are not tied, like float
-    weights in transformers. Otherwise a weight would be lost, for example the weight of a merged adapter.
+    Returns the keys of the tied layers that are not packed. Layers whose weights differ are not tied, as in
+    transformers for float weights. Tying them would lose a weight, for example that of a merged adapter.
     """
     rest = dict(keys)
     for name, source in tied_modules(keys).items():
@@ -97,7 +97,7 @@ def _tie_packed(model: Any, keys: dict[str, str]) -> dict[str, str]:
 
 
 def _differ(one: MarlinLinear, other: MarlinLinear) -> bool:
-    """Returns True if two packed layers have different weights, but False on the meta device."""
+    """Returns True if two packed layers have different weights. On the meta device, weights count as equal."""
     if one.b_packed is other.b_packed or one.b_packed.is_meta or other.b_packed.is_meta:
         return False
     if (one.weight_format, one.group_size) != (other.weight_format, other.group_size):

@@ -127,9 +127,7 @@ def check_declarations(declared: Declarations, apple: Metadata) -> Report:
 
 
 def check_sent(objects: Sequence[Path], declared: Declarations) -> Report:
-    """Compares the selectors that compiled macOS objects send with the declarations that `check_declarations`
-    accepted.
-    """
+    """Checks that the headers declare every selector that the code in compiled macOS objects sends."""
     report = Report()
     known = declared.selectors()
     classes = {name.removeprefix(INTERFACE_PREFIX) for name in declared.protocols if name.startswith(INTERFACE_PREFIX)}

@@ -1,7 +1,7 @@
 """Reads Apple's SDK metadata for Metal and Foundation from PyObjC's macOS wheels.
 
-It reads two files of each wheel and runs none of their code. `_Metal.cpython-311-darwin.so` contains protocols:
-selectors with full type encodings. `_metadata.py` contains calls that list argument types by selector, enum values and
+It reads two files of each wheel and runs none of their code. `_Metal.cpython-311-darwin.so` contains the protocols,
+with full type encodings for each selector. `_metadata.py` contains argument types by selector, enum values, and the
 names of constants.
 """
 
@@ -21,7 +21,7 @@ FRAMEWORKS = {"Metal": "pyobjc-metal", "Foundation": "pyobjc-cocoa"}  # framewor
 class Registration:
     """One `registerMetaDataForSelector` call.
 
-    `types` maps argument positions to types, as far as known; None is the result.
+    `types` maps argument positions to types, as far as known. The key None stands for the result.
     """
 
     owner: str  # a class, or NSObject for methods of protocols

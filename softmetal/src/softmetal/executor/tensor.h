@@ -7,7 +7,7 @@
 
 namespace softmetal {
 
-// The operands of the latest product of a simdgroup, as rows of a (16 x k) and rows of b (k x 16).
+// The operands of the latest product of a simdgroup, both row by row: a is 16 x k, and b is k x 16.
 struct TensorOperands {
   uint64_t number = 0;  // number of the product, counted from 1
   alignas(32) float a[256], b[256];

@@ -46,7 +46,7 @@ def outcomes(cases: Iterable[Case], *, seed: int = 0, checked: bool = False) -> 
 
 
 def prove(mistake: Mistake) -> Outcome:
-    """Makes a deliberate mistake in our compile of the kernel that should show it, and compares the two forms."""
+    """Compares the two forms of the kernel that should show a mistake, after making the mistake in our form."""
     case = next(c for c in all_cases() if c.kernel == mistake.kernel)
     return compare(case, (case.instance,), mistake=mistake)
 
@@ -107,7 +107,7 @@ def _check_racing() -> int:
 
 
 def table() -> str:
-    """Returns the comparisons as a Markdown table. Each row has a family, its number of kernels, and its reference."""
+    """Returns the comparisons as a Markdown table, with a row for each form that is compared with Apple's."""
     rows = [(Counter(c.family for c in all_cases()), "our compile, bit for bit"),
             (Counter(r.family for r in all_references()), "torch on the CPU, within a bound")]  # fmt: skip
     lines = ["| compared with | kernels | families |", "|---|---|---|"]

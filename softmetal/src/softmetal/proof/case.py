@@ -22,7 +22,8 @@ _PREAMBLE = "#include <metal_stdlib>\nusing namespace metal;\n"
 # case is needed, more instances are compiled in vain.
 _BATCH = 10
 
-# MLX's name of each element type -> Metal's name (FLOATS), or NumPy's type (STORAGE; for bfloat, the type of its bits).
+# Both maps have MLX's names of element types as keys. FLOATS has Metal's names. STORAGE has NumPy's types; for bfloat,
+# it is the type of the bits.
 FLOATS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
 STORAGE: dict[str, type] = {
     **{"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "bool_": np.bool_},
@@ -99,7 +100,7 @@ class Difference:
 
 @dataclass
 class Outcome:
-    """The outcome of a comparison: equal, different, or a failure before the comparison."""
+    """The outcome of a comparison. If the comparison failed before both forms ran, `error` is the message."""
 
     case: Case
     runs: int = 0

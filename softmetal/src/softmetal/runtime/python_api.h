@@ -26,7 +26,7 @@ SOFTMETAL_EXPORT char* softmetal_set_stream(int64_t number);
 // Writes the fields of softmetal::StreamCounts, in the order of their declaration.
 SOFTMETAL_EXPORT void softmetal_stream_counts(uint64_t* counts);
 SOFTMETAL_EXPORT char* softmetal_faults(void);  // one fault per line
-SOFTMETAL_EXPORT void softmetal_clear(void);    // faults and records
+SOFTMETAL_EXPORT void softmetal_clear(void);    // clears faults and records
 // Called before each compile, on the thread that compiles. `text` is the library's source, or the name of the
 // pipeline's function. If the hook writes a message of less than `capacity` bytes to `error`, the compile fails with
 // that message.

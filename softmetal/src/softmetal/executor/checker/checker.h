@@ -32,7 +32,7 @@ class Checker {
   void unset_value(const void* address, const void* code);
   void misaligned(const void* address, uint32_t alignment, const void* code);
 
-  // If the latest access was a write, it is now executed: reports its races.
+  // Called when the latest access has been executed. Reports the races of its unsettled writes.
   void settle();
   // Called after the launch. Copies the contents back to the host's buffers, with the flags of initialized bytes.
   void write_back();
