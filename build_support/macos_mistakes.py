@@ -100,7 +100,7 @@ def report_of(mistake: Mistake, objects: list[Path]) -> str:
 
 
 def main() -> int:
-    """Makes every mistake. Returns 1 if the build does not report one of them."""
+    """Makes every mistake. Returns 1 if the build misses any of them."""
     objects = sorted(macos.objects_folder(macos.PINNED).glob("*.o"))
     missed = 0
     for mistake in MISTAKES:

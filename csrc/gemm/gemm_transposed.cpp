@@ -121,7 +121,7 @@ Tensor gemm_transposed(const Tensor& a, const WeightArguments& weight) {
   const at::ScalarType dtype = a.scalar_type() == at::kBFloat16 ? at::kBFloat16 : at::kFloat;
   const Tensor rows = a.reshape({-1, N});
   const int64_t row_bytes = N * static_cast<int64_t>(c10::elementSize(dtype));
-  // Converted copies of activations use half of the bytes.
+  // If the activations must be converted, half of `bytes` is for their copies, and the other half for a decoded part.
   const bool converts = dtype != a.scalar_type();
   const int64_t part_bytes = converts ? std::max<int64_t>(bytes / 2, 1) : bytes;
   const Division division = divide(shape.format, K, weight.group_size, row_bytes, part_bytes);

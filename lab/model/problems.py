@@ -14,8 +14,8 @@ from lab.model.geometry import CODE_TYPES, ELEMENT_BYTES, SUPER_BLOCK, ceil_divi
 from torch_marlin_metal.formats import WEIGHT_FORMATS, WeightFormat
 
 Ints = int | NDArray[np.int64]
-# The variants that "auto" can choose for any number of rows. two_pass is missing because it rounds the weights, and
-# tensor because it computes 32 rows even if there are fewer.
+# The variants that "auto" can choose whatever the number of rows is. Two variants are missing: "two_pass" rounds the
+# weights, and "tensor" computes 32 rows even if there are fewer.
 AUTOMATIC = ("gemv", "fused", "double_buffered", "single_stage", "striped")
 
 
@@ -30,11 +30,12 @@ class Problem:
         weight_format: name of the weight's format; its traits are those of `torch_marlin_metal.WEIGHT_FORMATS`.
         group_size: group size of the weight; a size larger than K means K.
         activations: "float16", "bfloat16" or "float32".
-        scales: dtype of the scales; None means the dtype of the activations, or a byte if the format stores codes. For
-            a format with floating scales, "uint8" and "int8" mean codes of two levels.
+        scales: dtype of the scales. None means the dtype of the activations, or a byte if the format stores its scales
+            as codes. For a format with floating scales, "uint8" and "int8" mean scales of two levels: codes that super
+            scales multiply.
         zeros: dtype of zero points or biases, ignored if the format has neither. None means a byte for zero points, and
             the dtype of the scales for biases.
-        super_scales: dtype of the scales that multiply the codes of two levels.
+        super_scales: dtype of the super scales of scales of two levels.
         has_perm: whether the weight has an act-order permutation.
     """
 

@@ -30,7 +30,7 @@ def test_the_published_times_of_mlx_on_an_m3_max() -> None:
 
 
 def test_rows_in_one_block_share_what_is_decoded() -> None:
-    """In llama.cpp's kernel for few rows, eight rows need 14.7 clocks per weight; a ninth row needs a larger block."""
+    """In llama.cpp's kernel for few rows, up to eight rows share a block; a ninth row needs a larger block."""
     rival = Rival("llama.cpp", "q4_0")
     eight, nine = (seconds(rival, M, 4096, 14336, M3_MAX) for M in (8, 9))
     assert seconds(rival, 2, 4096, 14336, M3_MAX) == pytest.approx(eight, rel=0.02) and nine > 1.2 * eight

@@ -134,9 +134,7 @@ def test_layers_keep_scales_of_blocks(tmp_path):
     wide = tmm.MarlinLinear(K, N, False, **options)
     with pytest.raises(RuntimeError, match=re.escape("scales: expected shape [3, 384], got [3, 3]")):
         wide.load_state_dict(layer.state_dict())
-    with pytest.raises(
-        ValueError, match=re.escape("block_scales: expected float8_e4m3, group_size 128 and a multiple")
-    ):
+    with pytest.raises(ValueError, match=re.escape("block_scales: expected float8_e4m3, group_size 128, a multiple")):
         tmm.MarlinLinear(K, 200, False, block_scales=True, **options)
     for target in ("native", "compressed-tensors"):
         path = tmp_path / target
@@ -221,8 +219,16 @@ def test_stacks_of_experts_hold_gate_and_up(columns):
             for copy in (True, False):
                 assert torch.equal(stack.to_packed(index, part, copy=copy).scales, weight.scales)
             assert torch.equal(stack.to_packed(index, part).validate().dequantize(), weight.dequantize())
-    with pytest.raises(ValueError, match="only some have scales of blocks"):
-        tmm.layers.ExpertWeights.from_packed([[packed()], [packed().expanded_scales()]])
+
+
+@pytest.mark.parametrize("without", [0, 1, 2])
+def test_one_expert_without_blocks_gives_each_column_a_scale(without):
+    weights = [packed(seed=seed) for seed in range(3)]
+    held = [weight.expanded_scales() if i == without else weight for i, weight in enumerate(weights)]
+    stack = tmm.layers.ExpertWeights.from_packed([[weight] for weight in held])
+    assert stack.scales.shape[-1] == weights[0].N
+    for i, weight in enumerate(weights):
+        assert torch.equal(stack.to_packed(i).validate().dequantize(), weight.dequantize())
 
 
 @pytest.mark.parametrize(

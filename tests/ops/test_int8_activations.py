@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(ISA in ("portable", "neon"), reason="needs AVX2 
 
 
 def rounded(rows: np.ndarray, group_size: int) -> np.ndarray:
-    """Rounds each row to 8 bits, in groups of 32 k that do not cross the groups of the weight."""
+    """Rounds each row to 8 bits, in groups of 32 values along K that do not cross the groups of the weight."""
     out = np.empty_like(rows)
     for start in range(0, rows.shape[1], group_size):
         end = min(start + group_size, rows.shape[1])

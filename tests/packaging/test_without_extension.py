@@ -62,7 +62,8 @@ error_of("cpu_capability", tmm.cpu_capability)
 {after}
 print(json.dumps(found))
 """
-# Hides an installed package, which a source tree would use. Python's importers have their own list.
+# Without its own extension, a source tree looks for the extension of an installed package, by the suffixes in this list.
+# An empty list hides the installed one. Python's importers have their own copy of the list, so other imports still work.
 HIDE_INSTALLED = "import importlib.machinery; importlib.machinery.EXTENSION_SUFFIXES.clear()"
 COMMANDS = """
 from typer.testing import CliRunner

@@ -33,12 +33,18 @@ def objects(folder: Path, sources: Iterable[Path], command: Sequence[str]) -> di
 
 
 def of_extension(sources: Iterable[Path]) -> dict[Path, Path] | None:
-    """Returns the object files that setup.py compiled for the extension, or None if a source is newer than they are."""
+    """Returns the object files that setup.py compiled for the extension.
+
+    Returns None unless all of them exist and the extension was linked after the last change of `csrc/` and `kernels/`.
+    The link says that all objects are current. An object itself may be old, because ninja compiles only what has
+    changed.
+    """
     found = {source: EXTENSION / source.relative_to(ROOT).with_suffix(".o") for source in sources}
-    if not found or not all(path.exists() for path in found.values()):
+    linked = ROOT / "torch_marlin_metal" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not found or not all(path.exists() for path in (linked, *found.values())):
         return None
     newest = max(path.stat().st_mtime for room in ("csrc", "kernels") for path in (ROOT / room).rglob("*"))
-    return found if min(path.stat().st_mtime for path in found.values()) > newest else None
+    return found if linked.stat().st_mtime > newest else None
 
 
 def link(folder: Path, parts: Iterable[Path], command: Sequence[str]) -> Path:

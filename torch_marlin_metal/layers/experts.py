@@ -109,7 +109,10 @@ class ExpertWeights(PackedLayer):
                 raise StackError(f"expected at least one part of expert {index}, got none")
             for part in parts:
                 part.validate()
-            parts = with_same_scales([*outlines, *parts])[len(outlines) :]
+            same = with_same_scales([*outlines, *parts])
+            outlines, parts = list(same[: len(outlines)]), same[len(outlines) :]
+            if stack is not None and stack.scales.shape[-1] != sum(outline.scales.shape[-1] for outline in outlines):
+                stack.scales = stack.scales.repeat_interleave(SCALE_BLOCK, -1)
             outlines = outlines or [_outline(part) for part in parts]
             if reason := difference(outlines, parts):
                 raise StackError(reason)
@@ -368,8 +371,6 @@ def difference(mine: Sequence[PackedWeight], other: Sequence[PackedWeight]) -> s
     for part in (*mine, *other):
         if (part.K, part.weight_format, part.group_size) != (first.K, first.weight_format, first.group_size):
             return "sizes, weight formats or group sizes differ"
-        if part.has_block_scales != first.has_block_scales:
-            return "only some have scales of blocks"
         for name in ("scales", "zeros", "super_scales", "super_zeros", "bias"):
             a, b = getattr(first, name), getattr(part, name)
             if (a is None) != (b is None) or (a is not None and a.dtype != b.dtype):

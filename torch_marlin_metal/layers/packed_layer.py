@@ -85,10 +85,11 @@ class PackedLayer(nn.Module):
         self.group_size = resolve_group_size(type(self).__name__, fmt, group_size, K)
         self.dtype = dtype or torch.get_default_dtype()
         grouped = (-(-K // self.group_size), N)
-        if block_scales and not (fmt.takes_block_scales and self.group_size == SCALE_BLOCK and N % SCALE_BLOCK == 0):
+        takes_blocks = fmt.takes_block_scales and self.group_size == SCALE_BLOCK and N % SCALE_BLOCK == 0
+        if block_scales and (not takes_blocks or super_dtype is not None):
             raise ValueError(
-                f"{type(self).__name__}: block_scales: expected float8_e4m3, group_size {SCALE_BLOCK} and a multiple "
-                f"of {SCALE_BLOCK} columns, got {fmt.name}, {self.group_size} and {N}"
+                f"{type(self).__name__}: block_scales: expected float8_e4m3, group_size {SCALE_BLOCK}, a multiple of "
+                f"{SCALE_BLOCK} columns and no super_dtype, got {fmt.name}, {self.group_size}, {N} and {super_dtype}"
             )
         scales = (grouped[0], N // SCALE_BLOCK) if block_scales else grouped
 

@@ -11,9 +11,10 @@ from torch_marlin_metal.quantize.recipe import IN_FLOATS
 def vocabulary_of(model: nn.Module, vocabulary_format: str | None) -> tuple[set[int], set[int]]:
     """Returns the ids of the embeddings to pack, and the ids of the output layers.
 
-    A transformers model names these modules with `get_input_embeddings` and `get_output_embeddings`. Its other
-    `nn.Embedding` modules contain positions, queries and other tables, and models read many of these without a look-up.
-    For other models, all `nn.Embedding` modules are packed if a format is given.
+    In a transformers model, these are the modules that `get_input_embeddings` and `get_output_embeddings` return. The
+    model's remaining `nn.Embedding` modules (positions, queries and so on) are not packed, because models often read
+    their `weight` directly. In a model that is not from transformers, all `nn.Embedding` modules are packed if a format
+    is given.
 
     Args:
         model: the model, which may be on the meta device.

@@ -46,7 +46,11 @@ def _head(case: Case, name: str, value: Any) -> Iterator[Difference]:
 
 
 def _latent_head(case: Case, name: str, value: Any = None) -> Iterator[Difference]:
-    """Yields differences in head sizes. Files of 2024 have no keys that end in _mla."""
+    """Yields differences in the head sizes of latent attention.
+
+    If a file has a key that ends in _mla, that key is the model's head size. Files written in 2024 have no such key,
+    and their plain key is the head size.
+    """
     file = case.file
     if f"{name}_mla" in file.values:
         return  # with the _mla key, this key is a head size of llama.cpp's own algorithm

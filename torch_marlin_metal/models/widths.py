@@ -32,7 +32,9 @@ def fitted(
     ties: Mapping[str, str],
     calibration: Tensor | None = None,
 ) -> tuple[Recipe, Fit]:
-    """Returns the recipe whose formats fit in a memory limit, and the selection.
+    """Selects a format for each layer so that the model fits in a memory limit.
+
+    Returns the recipe with these formats, and the `Fit` that describes the selection.
 
     Args:
         op: the caller's name for error messages.

@@ -1,7 +1,7 @@
 // Products with FEAT_BF16. One row uses bfdot. More rows use bfmmla, which multiplies twice as many values per
 // instruction. Every code is exact in bf16. An activation is a sum of bf16 terms ("parts"): one part for a bf16
-// activation, three for an fp32 activation. The instructions flush subnormals and may round to odd, so the fp32 kernels
-// handle activations outside 2^-96 .. 2^120.
+// activation, three for an fp32 activation. The instructions flush subnormals and may round to odd, so activations
+// outside 2^-96 .. 2^120 go to the kernels that multiply in fp32 (bf16_parts.h).
 #include <algorithm>
 #include <utility>
 

@@ -2,7 +2,8 @@
 // bf16 terms ("parts"). A code has one part, but codes of a table that bf16 cannot represent have three. A bf16
 // activation has one part and an fp16 activation two. An fp32 activation has three, or two if the caller accepts errors
 // of 2^-17. The products of all parts are added to the same tile. After each segment, scale and zero point are applied
-// in fp32. Tile products flush subnormals, so the fp32 kernels handle activations outside 2^-96 .. 2^120.
+// in fp32. Activations outside 2^-96 .. 2^120 go to the kernels that multiply in fp32: tile products flush subnormals
+// (bf16_parts.h).
 #include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__x86_64__) && defined(__linux__)

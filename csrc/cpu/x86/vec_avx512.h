@@ -46,7 +46,7 @@ struct Avx512 {
   }
   static I load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
   static void store_words(uint32_t* p, I words) { _mm512_storeu_si512(p, words); }
-  // Returns `word` with code j replaced by bits shift to shift + 3 of `from`. Code j must be 0 before.
+  // Returns `word` with the four bits of `from` that begin at bit `shift` as code j. Code j of `word` must be 0.
   template <int j>
   static I insert_code(I word, I from, int shift) {
     const I rotated = _mm512_rolv_epi32(from, _mm512_set1_epi32((4 * j - shift) & 31));
