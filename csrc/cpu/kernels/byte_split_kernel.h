@@ -7,6 +7,7 @@
 //   kOperandsPerLoad   the number of 32-bit operands per load
 //   nibbles, load_table, look_up
 //   add_products       adds the products of a range of k
+//   kNearRow           optional; true for codes of which one row prefetches into the first-level cache
 #pragma once
 
 #include <utility>
@@ -119,6 +120,8 @@ constexpr MatrixKernel split_kernel(bool (*pack)(const PackRow&)) {
   kernel.pack = pack;
   auto fill = [&]<Codes codes, int... i>(std::integer_sequence<int, i...>) {
     ((kernel.step[static_cast<size_t>(codes)][static_cast<size_t>(1 + i)] = &split_step<V, codes, 1 + i, C>), ...);
+    if constexpr (requires { V::template kNearRow<codes>; })
+      kernel.near_row[static_cast<size_t>(codes)] = V::template kNearRow<codes>;
   };
   fill.template operator()<Codes::integer>(std::make_integer_sequence<int, max_rows>{});
   fill.template operator()<Codes::e2m1>(std::make_integer_sequence<int, max_rows>{});

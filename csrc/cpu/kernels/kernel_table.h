@@ -35,7 +35,7 @@ struct Step {
   HighPlane high;  // for codes in two planes; its first k is that of `words`
   // Words that will be needed soon, with the same stride as `words`. They are prefetched into the second-level cache
   // only. The first-level cache could evict them: if N is a power of two, all rows of a chunk share a few of its sets.
-  // One row of E4M3 prefetches into the first-level cache, and its words ahead are near (blocks.h).
+  // Some kernels of one row prefetch into the first-level cache, and their words ahead are near (near_row, blocks.h).
   const uint32_t* ahead;
   const float* panel;  // [k, strip] decoded codes, if the kernel reads a panel instead of words
   // The next strip of the same chunk, or nullptr. This step decodes that strip into next_panel between its own
@@ -85,7 +85,7 @@ struct MatrixKernel {
   // scales of 1 and no zeros, and a whole chunk is one segment.
   bool rounded_panel;
   bool (*representable)(const float* scales, int64_t count);  // returns false if a code times its scale may be inexact
-  bool near_e4m3_row;                                         // true if one row of E4M3 needs near words ahead
+  std::array<bool, kCodesCount> near_row;                     // true for codes of which one row needs near words ahead
   int row_bytes;                                              // bytes of the packed activations of one row in one chunk
   bool (*pack)(const PackRow&);                               // returns false if the kernel cannot represent a value
   // If not nullptr, called before and after all steps of a task, to set and release per-thread state. `rows` is the

@@ -347,7 +347,7 @@ constexpr MatrixKernel matrix_kernel() {
     }(std::make_integer_sequence<int, max_rows - min_rows + 1>{});
     if constexpr (codes == Codes::e4m3 && min_rows == 1 && requires { typename V::E4M3Pairs; }) {
       steps[1] = &e4m3_row<V, C>;
-      kernel.near_e4m3_row = true;
+      kernel.near_row[static_cast<size_t>(codes)] = true;
     }
     kernel.unpack[static_cast<size_t>(codes)] = &unpack<V, decoder, C>;
   };

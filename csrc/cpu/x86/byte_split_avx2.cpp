@@ -24,6 +24,8 @@ struct Avx2Bytes : Avx2 {
   using Sums = __m256i;
   static constexpr int kE2M1Offset = 12;
   static constexpr int kOperandsPerLoad = 1;
+  template <Codes codes>
+  static constexpr bool kNearRow = kBytes == 3;
   // The number of packed rows whose products can be summed in 16 bits. A row adds four products of at most 24 * 128
   // (E2M1), 63 * 128 (integers in two planes) or 15 * 128 (other integers).
   template <Codes codes>
@@ -52,7 +54,12 @@ struct Avx2Bytes : Avx2 {
       unroll<V, kBytes * R * C>([&](auto i) __attribute__((always_inline)) { pairs[i] = _mm256_setzero_si256(); });
       const int last = k + 8 * kRowsIn16Bits<codes> < end ? k + 8 * kRowsIn16Bits<codes> : end;
       for (; k < last; k += 8, next.advance()) {
-        __builtin_prefetch(next.ahead, 0, 2);
+        if constexpr (R == 1 && kNearRow<codes>) {
+          __builtin_prefetch(next.ahead);
+          __builtin_prefetch(next.ahead + 16);
+        } else {
+          __builtin_prefetch(next.ahead, 0, 2);
+        }
         unroll<V, C>([&](auto c) __attribute__((always_inline)) {
           const __m256i word = V::load_words(next.words + c * V::width);
           const __m256i even = code_bytes.template decode<0>(word, next.high, k, c * V::width);

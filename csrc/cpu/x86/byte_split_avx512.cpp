@@ -23,6 +23,8 @@ struct Avx512Vnni : Avx512 {
   using Sums = __m512i;
   static constexpr int kE2M1Offset = 12;
   static constexpr int kOperandsPerLoad = 1;
+  template <Codes codes>
+  static constexpr bool kNearRow = kBytes == 3 && (codes == Codes::integer || codes == Codes::e2m1);
 
   static Sums set_sums(int32_t v) { return _mm512_set1_epi32(v); }
   static Bytes load_table(const int8_t* p) {
@@ -51,7 +53,7 @@ struct Avx512Vnni : Avx512 {
           constexpr int kRow = odd * (words_per_block(codes) - 1);
           const int64_t at = kRow * next.ld_words + c * V::width;
           code[c] = code_bytes.template decode<odd>(V::load_words(next.words + at), next.high, k, c * V::width);
-          if constexpr (odd == kRow) __builtin_prefetch(next.ahead + at, 0, 2);
+          if constexpr (odd == kRow) __builtin_prefetch(next.ahead + at, 0, R == 1 && kNearRow<codes> ? 3 : 2);
         });
         unroll<V, kBytes * R>([&](auto i) __attribute__((always_inline)) {
           const __m512i activation = _mm512_set1_epi32(next.x[odd * kBytes * R + i]);

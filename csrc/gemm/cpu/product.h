@@ -219,7 +219,7 @@ class Pass {
   }
 
   int64_t bytes_ahead() const {
-    const bool near = matrix_.near_e4m3_row && x_.rows == 1 && codes_of(w_.format) == Codes::e4m3;
+    const bool near = x_.rows == 1 && matrix_.near_row[static_cast<size_t>(codes_of(w_.format))];
     return near ? kBytesAheadNear : kBytesAhead;
   }
 
