@@ -1,5 +1,5 @@
-// The body of the kernels for products with at most kGemvMaxRows rows of activations. Each lane owns four columns of the
-// weight. One 16-byte load gives the lane 32 codes of 4 bits: 8 values along K of each column (8-bit codes need two
+// The body of the kernels for products with at most kGemvMaxRows rows of activations. Each lane owns four columns of
+// the weight. One 16-byte load gives the lane 32 codes of 4 bits: 8 values along K of each column (8-bit codes need two
 // loads). No other lane of the simdgroup adds to these columns. K is split twice: between the simdgroups of a
 // threadgroup, which add their sums in threadgroup memory, and between threadgroups, whose sums reduce.metal adds. Both
 // additions have a fixed order, so the same inputs give the same bits.
