@@ -48,7 +48,10 @@ def pytest_collection_finish():
 
 
 def pytest_pycollect_makemodule(module_path, parent):
-    """Skips each test file of `kernels/` if there is no software Metal device, or on a Mac. Reports each file."""
+    """Skips the test files of `kernels/` on a Mac, and where the software Metal device is missing.
+
+    Each skipped file is reported as skipped.
+    """
     needs_device = "kernels" in set(module_path.relative_to(HERE).parts)
     if needs_device and (MPS_MISSING or sys.platform == "darwin"):
         return SkippedModule.from_parent(parent, path=module_path)

@@ -48,7 +48,9 @@ def for_metal(lines: list[str]) -> list[str]:
 
 
 def inline_headers(path: Path, root: Path, seen: set[Path]) -> str:
-    """Returns the text of a file for Metal, with the text of each of our headers in place of its first #include.
+    """Returns a file's text for Metal's compiler, with our headers inlined.
+
+    The first #include of a header becomes the header's text, and later ones are dropped.
 
     Includes are relative to `root`, the repository. `#line` directives let compiler messages name the original files.
     """

@@ -154,8 +154,8 @@ struct FastCodes<CodeKind::integer, 8> {
   static MARLIN_INLINE float odd_unit(DecodeOptions form) { return even_unit(form); }
 };
 
-// One test finds a NaN code in a word, and makes code 0 NaN. The sum over k is then NaN, regardless of which code is
-// NaN.
+// One test of a word finds whether any of its codes is NaN. If so, the word's first value becomes NaN instead of that
+// code's own. This suffices, because all values of a word are added to the same sum over k.
 template <>
 struct FastCodes<CodeKind::e4m3, 8> {
   static MARLIN_INLINE float2 pair(uint word, uint, uint j, const threadgroup float*, DecodeOptions form) {

@@ -1,8 +1,8 @@
-// The body of the kernels that compute up to kGemvMaxRows activation rows. Each lane owns four columns. One 16-byte
-// load (two for 8-bit codes) gives the lane 8 k of each column, and no other lane of the simdgroup adds to the columns'
-// sums. The simdgroups of a threadgroup split K between them and add their totals in threadgroup memory. K is also
-// split between threadgroups, and reduce.metal adds their partial sums. Both sums have a fixed order, so the same
-// inputs give the same bits.
+// The body of the kernels for products with at most kGemvMaxRows rows of activations. Each lane owns four columns of
+// the weight. One 16-byte load gives the lane 32 codes of 4 bits: 8 values along K of each column (8-bit codes need two
+// loads). No other lane of the simdgroup adds to these columns. K is split twice: between the simdgroups of a
+// threadgroup, which add their sums in threadgroup memory, and between threadgroups, whose sums reduce.metal adds. Both
+// additions have a fixed order, so the same inputs give the same bits.
 #pragma once
 
 #include "kernels/gemm/product.h"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 DATA = Path(__file__).parents[1] / "data/layers"
 WRITTEN = sorted({path.parent for path in DATA.glob("*/*/model.*")})
-# The folders with a reference, which are those that a reader reads.
+# The folders that a checkpoint reader can load. Only these have a reference with the expected weights.
 FOLDERS = [folder for folder in WRITTEN if (folder / "reference.safetensors").exists()]
 
 

@@ -116,7 +116,7 @@ def _compile(layer: MarlinLinear, M: int, dtype: torch.dtype) -> None:
 
 
 def _run_without_experts(experts: MarlinExperts, T: int, top_k: int, dtype: torch.dtype, is_down: bool) -> None:
-    """Compiles the kernels of a product by running it without an expert in any row.
+    """Compiles the kernels of a product by running it on rows that have no expert.
 
     The product then reads no weight and multiplies nothing. For gate and up, the activation runs after the product.
     """

@@ -106,7 +106,7 @@ def run_rotary(
 def run_write_cache(k: torch.Tensor, v: torch.Tensor, length: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Writes k and v `[B, heads, S, size]` into a cache of `length` tokens filled with 7, and returns the cache.
 
-    In memory, the heads of a token of k are adjacent, and so are the tokens of a head of v.
+    k is stored as `[B, S, heads, size]`, and v as `[B, heads, S, size]`.
     """
     (B, heads, S, k_size), v_size = k.shape, v.shape[3]
     caches = [torch.full((B, heads, length, size), 7.0, dtype=k.dtype) for size in (k_size, v_size)]

@@ -266,7 +266,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         original = empty_model(model)
         floats = _dtype(dtype) or torch.float32
         decode_stacks(model, floats)
-        weights: dict[tuple[int, int], nn.Parameter] = {}  # layers that share words also share the decoded weight
+        weights: dict[tuple[int, int], nn.Parameter] = {}  # one decoded weight for layers with the same tensors
         biases: dict[nn.Parameter, nn.Parameter] = {}  # other modules may use the same bias tensor
         for name, packed in list(unfused(model)):
             key = (id(packed.b_packed), id(packed.scales))
