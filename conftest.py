@@ -41,9 +41,6 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     gc.freeze()
-    # Even after the freeze, the collector would take a twentieth of the tests' time with Python's default threshold of
-    # 700.
-    gc.set_threshold(20_000, 5, 5)
     gc.enable()
 
 

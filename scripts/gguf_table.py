@@ -226,7 +226,7 @@ def text() -> str:
         ".weight or .bias stand for both."
     )
     lines = [
-        '"""Names of transformers for the tensors of GGUF files.',
+        '"""Names in transformers for the tensors of GGUF files.',
         "",
         *textwrap.wrap(f"{made} {rules}", 118),
         '"""',

@@ -120,7 +120,7 @@ class ExpertWeights(PackedLayer):
             if index < experts:
                 stack._fill(index, parts)
             index += 1
-            del parts, part
+            del parts, part, same
         if stack is None or index != experts:
             raise StackError(f"expected {experts} experts, got {index}")
         stack._join_global_scales()

@@ -1,11 +1,11 @@
-"""Transformers' names for the tensors of GGUF files.
+"""Names in transformers for the tensors of GGUF files.
 
-scripts/gguf_table.py generates this file from gguf 0.19.0 and transformers 5.23.0. A name that begins with a dot
-belongs to a block: ".attn_k" is "blk.0.attn_k", and ".mlp" is "model.layers.0.mlp". If the model type is followed by
-"@transformer.h", ".mlp" is "transformer.h.0.mlp". A name without .weight or .bias applies to both tensors.
+scripts/gguf_table.py makes this file from gguf 0.19.0 and transformers 5.23.0. A name that begins with a dot belongs
+to a block: ".attn_k" is "blk.0.attn_k", and ".mlp" is "model.layers.0.mlp", or with "@transformer.h" behind the model
+type "transformer.h.0.mlp". Names without .weight or .bias stand for both.
 """
 
-# The names in most architectures.
+# The names that most architectures have.
 COMMON = """\
 .attn_gate=.linear_attn.in_proj_z
 .attn_k=.self_attn.k_proj
@@ -61,7 +61,7 @@ token_embd=model.embed_tokens
 token_embd_norm=model.embedding_norm
 token_types=embeddings.token_type_embeddings
 """
-# Architecture in the file, model type in transformers, and the names that differ from COMMON.
+# Architecture in the file, model type of transformers, and the names that differ from COMMON.
 TABLE = """\
 llama llama
 llama4 llama4_text .ffn_down=.feed_forward.down_proj .ffn_down_exps=.feed_forward.experts.down_proj
