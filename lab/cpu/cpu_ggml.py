@@ -1,4 +1,4 @@
-"""Calls ggml's matrix products on the CPU through its shared libraries, for the programs that compare them with ours."""
+"""Calls ggml's matrix products on the CPU through its shared libraries, for programs that compare them with ours."""
 
 import ctypes
 import importlib.util

@@ -3,11 +3,11 @@
 A layer's experts are two calls of `moe_gemm`: gate and up, and down with the weighted sum. For each chip and number of
 tokens, a table compares the predicted time with two other times:
 
-- the limit: the longer of two times, reading the weights of the chosen experts, and the matrix products of all rows.
-  The limit contains no launches.
-- one expert after the other: a `gemm` for each product of each chosen expert. From two tokens on, one kernel also
-  gathers the expert's rows, and one adds the results to the output. The time of these two kernels is a launch and the
-  memory traffic of their rows. The host's wait for the router's choice is left out.
+- the limit: the time to read the weights of the chosen experts, or the time of the matrix products of all rows,
+  whichever is longer. The limit contains no launches.
+- one expert after the other: a `gemm` for each product of each chosen expert. From two tokens on, one more kernel
+  gathers the expert's rows, and another adds the results to the output. Each of these two takes a launch and the memory
+  traffic of its rows. The host's wait for the router's choice is left out.
 
 No kernel is executed. Each token chooses its experts at random, and all experts are equally likely.
 """
