@@ -101,7 +101,7 @@ def show(value: dict[str, Any], text: RenderableType, as_json: bool) -> None:
 
 
 def _fitted(shown: Any, width: int) -> Iterator[Any]:
-    """Yields the tables, titles and captions. A table becomes lines of cells if words do not fit its columns."""
+    """Yields the tables, titles and captions. A table that is too wide for the terminal becomes lines of cells."""
     shown = rich_cast(shown)
     if isinstance(shown, Group):
         for part in shown.renderables:
