@@ -64,7 +64,7 @@ def reported(command: Callable[..., int]) -> Callable[..., None]:
 def _as_option(option: str, value: object) -> str:
     """Formats an option of the package as an option of the command line."""
     name = f"--{'write-gptq-version' if option == 'version' else option.replace('_', '-')}"
-    name = f"convert {name}" if option == "on_unsupported" else name  # inspect names what convert would refuse
+    name = f"convert {name}" if option == "on_unsupported" else name  # inspect lists what convert would refuse
     return name if value is None or value is True else f"{name} {value}"
 
 

@@ -70,7 +70,7 @@ def settings_of(module: nn.Module) -> Norm | None:
     try:
         expected = functional_call(module, {"weight": wide}, (x,))
         rounded = module.forward(same)
-    except Exception:  # the module is no norm, because a norm does not raise an error here
+    except Exception:  # a norm would not raise an error here
         return None
     for eps in sorted(numbers):
         for norm in (Norm(eps), Norm(eps, offset=1.0), Norm(eps, has_mean=True)):

@@ -245,9 +245,9 @@ def model_device(model: nn.Module) -> torch.device | None:
 def _same_for_all(old: Tensor, new: Tensor) -> Tensor:
     """Returns the tensor that a layer uses after its tensor `old` was moved to `new`.
 
-    An embedding and its output layer share their tensors, but `.to()` moves one layer after the other. So that they
-    still share them, the second layer gets the tensor to which the first layer was moved. It gets `new` if one of these
-    tensors was written in between, for example by load_state_dict.
+    An embedding and its output layer share their tensors, but `.to()` moves one layer after the other. To
+    preserve the sharing, the second layer gets the tensor to which the first layer was moved. It gets `new` if one of
+    these tensors was written in between, for example by load_state_dict.
     """
     reference, versions = _moved.get(old, (None, None))
     moved = reference() if reference is not None else None

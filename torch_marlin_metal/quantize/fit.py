@@ -199,7 +199,8 @@ class _Best:
         self._low, high = _bounds(units)
         self._step = max(1, -(-(high - self._low) // STEPS))
         best = torch.zeros((high - self._low) // self._step + 1, dtype=torch.float64, device="cpu")
-        self._picks: list[tuple[Tensor, list[int]]] = []  # per unit: (best candidate by steps left, steps by candidate)
+        # For each unit: the best candidate for each number of steps left, and the steps that each candidate takes.
+        self._picks: list[tuple[Tensor, list[int]]] = []
         for unit in units:
             extra = [-(-(size - min(unit.sizes)) // self._step) for size in unit.sizes]
             errors = best.new_full((len(extra), len(best)), torch.inf)
