@@ -132,7 +132,7 @@ def check_sent(objects: Sequence[Path], declared: Declarations) -> Report:
     known = declared.selectors()
     classes = {name.removeprefix(INTERFACE_PREFIX) for name in declared.protocols if name.startswith(INTERFACE_PREFIX)}
     for path in objects:
-        compiled = MachO(path, "arm64")
+        compiled = MachO(path)
         for selector in sorted(compiled.sent_selectors() - known - OTHER_FRAMEWORKS):
             report.problems.append(f"{path.name}: sends {selector}, which the checked headers do not declare")
         for name in sorted(compiled.class_references() - classes):

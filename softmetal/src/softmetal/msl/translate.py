@@ -223,7 +223,7 @@ class Translator:
             template = re.sub(r"\b(device|threadgroup|thread) ?", "", template).replace("constant ", "const ")
         limit = next((a.argument for a in attributes if a.name == "max_total_threads_per_threadgroup"), "0")
         word = header[name].text
-        kernel = KernelSignature(parameters, template, limit)
+        kernel = KernelSignature(parameters)
         if word in self._kernels and _places(self._kernels[word].parameters) != _places(parameters):
             self._unlike.add(word)
         self._kernels[word] = kernel

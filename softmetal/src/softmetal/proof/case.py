@@ -16,6 +16,8 @@ from .air.compiler import load
 from .mistakes import Mistake, mistaken
 
 Array = npt.NDArray[Any]
+Generator = np.random.Generator
+Launches = Callable[[Generator], list["Launch"]]
 KERNELS = "mlx/backend/metal/kernels"
 _PREAMBLE = "#include <metal_stdlib>\nusing namespace metal;\n"
 # Number of template instances that are compiled together. A larger batch parses the headers less often, but if only one
@@ -73,7 +75,7 @@ class Case:
     kernel: str
     headers: tuple[str, ...]
     instance: str
-    launches: Callable[[np.random.Generator], list[Launch]]
+    launches: Launches
     constants: tuple[tuple[str, bool | int], ...] = ()
     wheel: str = libraries.MLX
     verify: Callable[[Launch, Sequence[Any]], str] | None = None
