@@ -127,7 +127,8 @@ def evaluate(
         perturb_seed: as for `Kernel.launch`.
 
     Returns:
-        A list for each name. Its entries are, for each width and each element, the element's inputs and results.
+        For each name a list. It has an entry for each width and each element of a vector: the n values of each input,
+        and the n results.
     """
     types = types or [type_name(x.dtype) for x in inputs]
     names = {name: f"k_{name}" for name in expressions}

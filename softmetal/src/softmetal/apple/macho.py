@@ -17,11 +17,11 @@ CPU_TYPE_ARM64 = 0x0100000C
 LC_SYMTAB, LC_SEGMENT_64, LC_DYLD_CHAINED_FIXUPS = 0x2, 0x19, 0x80000034
 MH_OBJECT = 1
 N_EXT, N_TYPE, N_UNDF = 0x01, 0x0E, 0x00
-ABSOLUTE_METHODS_FLAG = 0x80000000  # flag in the entsize of a method list: entries are 32-bit relative offsets
+RELATIVE_METHODS_FLAG = 0x80000000  # flag in the entsize of a method list: entries are 32-bit relative offsets
 
 
 class MachOError(ValueError):
-    """A file is not a Mach-O file of the requested architecture, or needs a feature that this reader lacks."""
+    """A file is not a Mach-O file for arm64, or needs a feature that this reader lacks."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class MachO:
 
     def _methods(self, address: int) -> Iterator[tuple[str, str]]:
         entry_size, count = struct.unpack_from("<2I", self._data, self._offset(address))
-        if entry_size & ABSOLUTE_METHODS_FLAG:
+        if entry_size & RELATIVE_METHODS_FLAG:
             for i in range(count):
                 at = address + 8 + 12 * i
                 name, types, _ = struct.unpack_from("<3i", self._data, self._offset(at))

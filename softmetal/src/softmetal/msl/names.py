@@ -91,8 +91,7 @@ def _keyword(code: list[Token], i: int, in_brackets: bool) -> Iterator[SourceErr
     follows_word = i + 1 < len(code) and code[i + 1].kind == "word"
     refused = False
     if word in _FUNCTION_WORDS:
-        # After a function specifier, a type or another attribute follows. Anything else means that the word is used as
-        # a name.
+        # A function specifier is followed by a type or by another attribute. Otherwise the word is a name.
         goes_on = follows_word or after == "::" or attribute_end(code, i + 1) >= 0
         refused = in_brackets or not goes_on or before in (".", "->", "::", "*", "&")
     elif word in SPACES:

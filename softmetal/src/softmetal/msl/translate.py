@@ -228,8 +228,8 @@ class Translator:
             self._unlike.add(word)
         self._kernels[word] = kernel
         if template:
-            # A function template returns the kernel's limit of threads. A variable template would not suffice: several
-            # templates of kernels may have the same name, and only functions can be overloaded.
+            # The kernel's limit of threads is the result of a function and not a variable, because several templates of
+            # kernels may have the same name, and only functions can be overloaded.
             inner.after = f" {template} constexpr unsigned sm_max_threads_{word}() {{ return {limit}; }}"
         else:
             _make_static(header)

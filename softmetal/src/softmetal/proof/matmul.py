@@ -81,7 +81,7 @@ def _leading(M: int, N: int, K: int, turned: str) -> tuple[int, int]:
 
 
 def steel_constants(tile: tuple[int, ...], shape: tuple[int, int, int], source: bool) -> tuple[tuple[str, bool], ...]:
-    """Returns the function constants of a product: which sizes are multiples of the tile's, and whether C is added."""
+    """Returns the function constants of a product: whether tiles divide M, N and K, and whether C is added (`source`)."""
     aligned = {f"align_{d}": s % t == 0 for d, s, t in zip("MNK", shape, tile[:3], strict=True)}
     return tuple({"has_batch": False, "use_out_source": source, "do_axpby": source, **aligned}.items())
 
@@ -104,7 +104,7 @@ def steel_products(name: str, tile: tuple[int, ...], turned: str, shape: tuple[i
 
 
 def _steel() -> Iterator[Case]:
-    # Sizes that are multiples of the tile's, and other sizes. One case of each type adds a third matrix.
+    # Tiles divide the sizes of "nt", and do not divide the others. The cases with "tn" add a third matrix.
     shapes = {"nn": (100, 72, 50), "nt": (64, 128, 64), "tn": (45, 33, 40), "tt": (70, 40, 100)}
     for name, metal in FLOATS.items():
         for turned, shape in shapes.items():

@@ -41,9 +41,9 @@ class Format:
         return [words, rng.integers(middle - 8, middle + 4, groups).astype(np.uint8), np.float32([0.75])]
 
     def values(self, words: Array, scales: Array, biases: Array, name: str) -> tuple[Array, Array]:
-        """Decodes the result of `weights`. Returns exact values, and the magnitude of the rounded intermediate numbers.
+        """Decodes the arrays that `weights` made. Returns the values, and the magnitudes that bound their rounding errors.
 
-        `biases` may be a global scale. Kernels without a global scale do not read it.
+        For the floating formats, `biases` is the global scale, and these values leave it out.
         """
         bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").reshape(words.shape[0], -1, self.bits)
         codes = bits @ (1 << np.arange(self.bits))

@@ -141,10 +141,7 @@ def _dense_parts() -> Iterator[Case]:
 
 
 def _segmented() -> Iterator[Case]:
-    """Yields products of three segments, of which the second is empty.
-
-    If a step has 64 k, the grid's first axis counts the segments.
-    """
+    """Yields products of three segments, of which the second is empty."""
     bounds = (0, 256, 256, 328)
     for name, metal in FLOATS.items():
         for turned, k, whole, contiguous in (("nn", 64, True, True), ("nt", 64, False, False), ("tn", 128, False, True),
@@ -164,7 +161,7 @@ def _segmented() -> Iterator[Case]:
 
 
 def _in_a_row(launches: Launches) -> Launches:
-    """Numbers threadgroups along one axis, as the kernels of tensor units expect for products in parts."""
+    """Changes the launches to a grid with one axis, as the kernels of tensor units expect for products in parts."""
 
     def flattened(rng: Generator) -> list[Launch]:
         return [

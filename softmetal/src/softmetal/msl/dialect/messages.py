@@ -55,8 +55,8 @@ _OF_THE_DIALECT = (
         r"^invalid operands to binary expression \('[^']*\*[^']*'(?: \(aka '[^']*'\))? and '[^'*]*'(?: \(aka '[^'*]*'\))?\)",
         "",
     ),
-    # In C++14, clang accepts some C++17 constructs with a warning. It does not accept deduced class arguments and auto
-    # parameters.
+    # In C++14, clang accepts most C++17 constructs with a warning. It refuses deduced class arguments and auto
+    # parameters, so messages about these two are kept.
     (r"^(?!class template argument|non-type template).* incompatible with C\+\+ standards before C\+\+17", ""),
 )
 _SPACES = (

@@ -71,7 +71,7 @@ Tensor host_view(const Tensor& tensor) {
   return view;
 }
 
-// Maps a tensor's elements to `array`, which has one byte for each byte of the tensor's storage.
+// The bytes of a tensor's elements. fill() sets them in an array that has one byte for each byte of the storage.
 class ElementBytes {
  public:
   explicit ElementBytes(const Tensor& tensor)
