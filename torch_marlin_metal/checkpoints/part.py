@@ -85,7 +85,7 @@ def _sizes(layer: Layer, axes: Mapping[str, tuple[str, ...]], roles: list[str]) 
                 for axis, size in zip(axes[role], layer.shape(role), strict=True)
                 if axis == "S"
             ):
-                continue  # only the number of blocks shows how many codes a word has
+                continue  # of a weight with two-level scales, only the blocks show how many codes a word has
             return (K, N, G, per_word) if min(K, N, G) > 0 else None
     return None
 

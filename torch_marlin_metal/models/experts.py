@@ -307,7 +307,9 @@ class ExpertsOfEachToken(NamedExperts):
         self.top_k = 1
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        """Computes `[E * T, H]` from `hidden_states [E * T, H]`, where rows of tokens of other experts are zero.
+        """Computes `[E * T, H]` from `hidden_states [E * T, H]`, which has a row of each token for each expert.
+
+        The rows of tokens that an expert does not receive are zero.
 
         Raises:
             ValueError: `hidden_states` has another number of dimensions, or its row count is not divisible by E.

@@ -28,8 +28,6 @@ COLUMNS = ".ssm_out"
 
 
 class _Numbers:
-    """Reads whole numbers from the metadata of an architecture."""
-
     def __init__(self, architecture: str, metadata: Mapping[str, Any]) -> None:
         self._architecture, self._metadata = architecture, metadata
 
@@ -80,7 +78,7 @@ def _qkv_order(kind: str, rows: int, numbers: _Numbers) -> Tensor:
 
 
 def _side_by_side(sizes: list[int], groups: int) -> Tensor:
-    """Returns the order that makes the rows of each group adjacent. `sizes` are the rows of q, k and v."""
+    """Returns the order that makes the rows of each group adjacent. `sizes` are the numbers of rows of q, k and v."""
     parts = torch.split(torch.arange(sum(sizes), device="cpu"), sizes)
     return torch.cat([part.reshape(groups, -1) for part in parts], dim=1).reshape(-1)
 
@@ -98,10 +96,12 @@ def joined(way: str, first: Tensor, second: Tensor, architecture: str, metadata:
     """Joins the rows of two tensors into the rows of one transformers layer.
 
     Args:
-        way: the order of the rows in the layer. "behind": all rows of the first tensor, then all of the second.
-            "interleaved": a row of the first, a row of the second, and so on. "key heads": for each key head its rows
-            of q, k and v, which are in the first tensor, then its rows of z, which are in the second. "latent": for
-            each head n rows of the first tensor, then m rows of the second.
+        way: the order of the rows in the layer:
+
+            - "behind": all rows of the first tensor, then all of the second.
+            - "interleaved": a row of the first tensor, a row of the second, and so on.
+            - "key heads": for each key head, its rows of q, k and v in the first tensor, then those of z in the second.
+            - "latent": for each head, n rows of the first tensor, then m rows of the second.
         first: `[rows, ...]`; for "latent" `[heads, K, n]`.
         second: `[rows, ...]`; for "latent" `[heads, m, K]`.
         architecture: one of `ARCHITECTURES`.
