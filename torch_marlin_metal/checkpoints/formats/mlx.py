@@ -19,6 +19,7 @@ from torch_marlin_metal.checkpoints.grouped import BIAS, as_words, packed, repac
 from torch_marlin_metal.checkpoints.layer_tensors import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
+from torch_marlin_metal.formats import weight_format
 from torch_marlin_metal.packed_weight import PackedWeight
 
 # Model types of mlx-lm whose files are refused, and the reasons.
@@ -28,7 +29,7 @@ REFUSED = {
     "longcat_flash": "transformers has weights for the experts of longcat_flash that compute nothing, mlx-lm has none",
     "nemotron_h": "the experts of nemotron_h have no gate, and the loader packs only experts with one",
 }
-# Mode -> code widths in bits whose layout is known.
+# Mode -> code widths in bits whose layout is known. Modes with block scales have the names of weight formats.
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
 
 
@@ -70,12 +71,12 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         raise layer.error("weight", f"{words} words of {bits} bits are not rows of whole groups of {group_size}")
     if mode == "affine":
         return _read_affine(layer, N, K, bits, group_size)
-    block = block_scales.NVFP4_BLOCK if mode == "nvfp4" else block_scales.MX_BLOCK
-    if group_size != block:
-        raise layer.unsupported(f"{mode} with groups of {group_size} instead of {block}")
-    layer.expect("scales", ("U8",), N, K // block)
+    fmt = weight_format(mode)
+    if group_size != fmt.fixed_group_size:
+        raise layer.unsupported(f"{mode} with groups of {group_size} instead of {fmt.fixed_group_size}")
+    layer.expect("scales", ("U8",), N, K // group_size)
     b_packed, scales = as_words(layer.read("weight")), layer.read("scales").t()
-    if mode == "nvfp4":
+    if fmt.has_global_scale:
         return block_scales.nvfp4(b_packed, scales, _multiplier(layer), layer.bias(N), "mlx nvfp4")
     return block_scales.mx(b_packed, scales, mode, layer.bias(N), f"mlx {mode}")
 
