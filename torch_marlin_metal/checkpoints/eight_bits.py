@@ -118,7 +118,7 @@ def _zero_points(layer: Layer, role: str, stored: Tensor, group_size: int, shape
 
 
 def _blocks(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> tuple[int, int, Tensor]:
-    """Returns the rows and the columns of a block that shares a value, and the matrix of the blocks' values.
+    """Returns the number of rows of a block, its number of columns, and the matrix with one value for each block.
 
     `given` has one value for the tensor, or one for each row, group or block.
     """

@@ -141,7 +141,7 @@ class ExpertLayers:
         return Gate(self.gate_module)
 
     def stack(self, number: int, weights: Iterable[Sequence[PackedWeight]]) -> ExpertWeights:
-        """Makes the stack of gate and up (`number` 0) or of down (1) from the parts of each expert in turn."""
+        """Makes the stack of gate and up (`number` 0) or of down (1). `weights` has the parts of each expert."""
         own = self.shapes[number].dtype
         return ExpertWeights.from_packed(weights, experts=self.count, dtype=own if own in FLOAT_DTYPES else None)
 

@@ -145,7 +145,7 @@ def fit_weight(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> PackedWeight:
-    """Returns a checkpoint's weight with the device and the bias for the Linear layer that it replaces.
+    """Moves a checkpoint's weight to the device of the Linear layer that it replaces, and adapts its bias.
 
     Args:
         op: the caller's name for error messages.

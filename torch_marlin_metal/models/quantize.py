@@ -341,7 +341,7 @@ def _shared_weights(targets: list[Target]) -> set[int]:
 
 
 def _error_and_size(packed: PackedWeight, weight: Tensor) -> tuple[float, float]:
-    """Returns the sum of squares of a packed weight's errors, and the sum of squares of the weight."""
+    """Returns two sums of squares: that of a packed weight's errors, and that of the weight."""
     difference = norm = 0.0
     for start in range(0, packed.N, ERROR_COLUMNS):
         n = slice(start, start + ERROR_COLUMNS)

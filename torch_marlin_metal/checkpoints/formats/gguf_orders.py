@@ -4,8 +4,8 @@ For the architecture "llama" and related ones, the converter reorders the rows o
 with linear attention (Qwen 3.5), several value heads share a key head. transformers stores the value heads of a key
 head next to each other. llama.cpp stores the first value head of every key head, then the second of every key head.
 
-In a GGUF file, a fused projection has all rows of q, then k, then v. In transformers, the q, k and v rows of one head
-are adjacent ("heads"), or those of all heads that share a key head ("groups").
+In a GGUF file, a fused projection has all rows of q, then k, then v. In some transformers models, the rows of each head
+are adjacent ("heads"). In others, the rows of all heads that share a key head are adjacent ("groups").
 """
 
 from collections.abc import Mapping
