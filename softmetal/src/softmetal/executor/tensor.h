@@ -18,8 +18,8 @@ struct TensorOperands {
 extern "C" {
 
 // A matrix is divided into blocks of 16 x 16. A lane holds 8 elements of a block: four in row
-// ((lane >> 2) & 4) | ((lane >> 1) & 3), and four in the row 8 below. The layout determines the columns of the four,
-// which depend on c = ((lane >> 2) & 2) | (lane & 1):
+// ((lane >> 2) & 4) | ((lane >> 1) & 3), and four in the row 8 below. The layout determines the columns of the four.
+// c is ((lane >> 2) & 2) | (lane & 1).
 enum {
   SM_TENSOR_SEEDED = 0,   // like SM_TENSOR_QUADS, but the launch's seed permutes lanes, elements and blocks
   SM_TENSOR_QUADS = 1,    // four neighbours from column 4 c

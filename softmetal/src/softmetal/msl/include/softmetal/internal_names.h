@@ -1,6 +1,6 @@
-// Internal functions of Apple's library that other projects call, by the number of their floating-point arguments, and
-// the functions of simdgroups. A file that includes this list defines the macros, which this file undefines again. The
-// check of types (msl/dialect) includes it, too.
+// Internal functions of Apple's library that other projects call. Our library and the check of types (msl/dialect) both
+// include this list, after they have defined its macros: SM_INTERNAL_n for functions of n floating-point numbers, and
+// SM_INTERNAL_LANES for functions of simdgroups.
 SM_INTERNAL_1(acos)
 SM_INTERNAL_1(acosh)
 SM_INTERNAL_1(asin)
