@@ -174,11 +174,12 @@ def test_a_cached_launch_has_the_call_s_own_numbers(mps):
 def test_each_operator_is_one_dispatch(mps):
     x, weight, q = random(2, 3, 40).to(mps), random(40).to(mps), random(2, 2, 3, 16).to(mps)
     tables = [random(2, 3, 16).to(mps) for _ in range(2)]
+    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
     caches, start = [random(2, 2, 8, 16).to(mps) for _ in range(2)], torch.tensor(4).to(mps)
     calls = (
         ("rms_norm", lambda: tmm.ops.rms_norm(x, weight, eps=1e-5)),
         ("rms_norm", lambda: tmm.ops.add_rms_norm(x, x, weight, eps=1e-5)),
-        ("rotary", lambda: tmm.ops.rotary(q, q.transpose(1, 2).contiguous().transpose(1, 2), *tables)),
+        ("rotary", lambda: tmm.ops.rotary(q, turned, *tables)),
         ("gated_activation", lambda: tmm.ops.gated_activation(x[..., ::2], x[..., 1::2])),
         ("write_cache", lambda: tmm.ops.write_cache(*caches, q, q, start)),
     )
