@@ -10,7 +10,7 @@ def fix_methods(toks):
 
     In Metal, a member function without an address space accepts objects in thread memory. In C++ for OpenCL it accepts
     objects in the generic address space, and a pointer to the generic space does not convert back to a pointer to
-    thread memory. Constructors lose their address space, because constructors that the compiler generates are generic.
+    thread memory. Constructors that the compiler generates are generic, so the other constructors must be generic, too.
     """
     add, drop = {}, set()
     for i, t in enumerate(toks):

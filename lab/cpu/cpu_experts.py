@@ -1,14 +1,16 @@
 """Compares `moe_gemm` on the CPU with loops over the experts and PyTorch's `grouped_mm`, in one interleaved run.
 
-The benchmark times the experts of one layer: the product with the gate and up projections, silu(gate) * up, and the
-product with the down projections, weighted and summed over the experts of a token. The routing is random and uniform,
-and all rivals of a round use the same routing. The rivals are a loop of this package's `gemm` over the experts that
-have rows, `torch.nn.functional.grouped_mm` on rows sorted by expert, a loop of `torch.nn.functional.linear` and, with
-`--ggml`, ggml. The two rivals from PyTorch use the unquantized weights in the activations' dtype. ggml multiplies the
-same packed weights by `mul_mat_id`, in each of its layouts that supports this product. It takes fp32 activations and
-rounds them to 8 bits. Its shared libraries come from an installed `llama-cpp-python` or from the folder that the option
-names. Before a rival is timed, its result must agree with that of `moe_gemm`. The memory of a rival is measured in a
-separate process, which holds only this rival's weights.
+The benchmark times the experts of one layer: the gate and up products, silu(gate) * up, and the down product, weighted
+and summed over the experts of a token. The routing is random and uniform, and the same for all rivals of a round:
+
+- loops over the experts that have rows, of this package's `gemm` and of `torch.nn.functional.linear`;
+- `torch.nn.functional.grouped_mm` on rows sorted by expert;
+- with `--ggml`, ggml's `mul_mat_id` in each of its layouts that supports this product. Its shared libraries come from
+  an installed `llama-cpp-python` or from the folder that the option names.
+
+PyTorch's functions multiply unquantized weights. ggml multiplies the same packed weights, and rounds activations to 8
+bits. Before a rival is timed, its result must agree with that of `moe_gemm`. Its memory is measured in a separate
+process.
 
     python -m lab.cpu.cpu_experts [--minutes 4] [--layers qwen3-30b] [--experts 8] [--ggml [DIR]] [--json FILE]
 

@@ -16,16 +16,12 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-# To count in another checkout, for example of an older commit, set CALL_INSTRUCTIONS_ROOT to its path.
-ROOT = Path(os.environ.get("CALL_INSTRUCTIONS_ROOT", str(Path(__file__).resolve().parents[2])))
-sys.path.insert(0, str(ROOT))
 LAYER_OPERATORS = ("rms_norm", "add_rms_norm", "rotary", "gated_activation", "write_cache")
 OPERATORS = ("gemm", "moe_gemm", "dequantize", "gptq_repack", *LAYER_OPERATORS, "mlstm_step")
 GROUPS = {
@@ -196,8 +192,7 @@ def main() -> None:
     import torch  # isort: skip
     import torch_marlin_metal as tmm  # isort: skip
 
-    if hasattr(tmm.tuning, "set_commit_interval"):
-        tmm.tuning.set_commit_interval(0)
+    tmm.tuning.set_commit_interval(0)
     if options.samples:
         for operator in options.operators:
             call = call_of(operator)
