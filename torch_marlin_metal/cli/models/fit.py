@@ -20,7 +20,7 @@ from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.load.caller import Caller
 from torch_marlin_metal.load.loader import Loader
 from torch_marlin_metal.load.names import namer
-from torch_marlin_metal.load.plan import shared_weights
+from torch_marlin_metal.models.linear_layers import shared_weights
 from torch_marlin_metal.models.report import module_bytes
 from torch_marlin_metal.printing import table
 from torch_marlin_metal.sizes import human_size, parse_size
