@@ -14,6 +14,7 @@ if shutil.which("clang++-19") is None:
 
 from softmetal import device
 from softmetal.device import CompileError, Library
+from softmetal.proof.case import to_bfloat
 
 __all__ = [
     "HEADER",
@@ -126,7 +127,8 @@ def evaluate(
         perturb_seed: as for `Kernel.launch`.
 
     Returns:
-        A list for each name. Its entries are, for each width and each element, the element's inputs and results.
+        For each name a list. It has an entry for each width and each element of a vector: the n values of each input,
+        and the n results.
     """
     types = types or [type_name(x.dtype) for x in inputs]
     names = {name: f"k_{name}" for name in expressions}
@@ -143,12 +145,6 @@ def evaluate(
             ([np.roll(x, -j) for x in inputs], values[slot]) for slot, (w, j) in enumerate(SLOTS) if w in widths
         ]
     return results
-
-
-def to_bfloat(x: np.ndarray) -> np.ndarray:
-    """Returns the bits of the bfloat nearest to each float (ties to even)."""
-    bits = x.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def from_bfloat(bits: np.ndarray) -> np.ndarray:

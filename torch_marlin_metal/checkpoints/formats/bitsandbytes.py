@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.eight_bits import read_bytes
 from torch_marlin_metal.checkpoints.files.safetensors import parse_json
 from torch_marlin_metal.checkpoints.float_rows import FloatRows
@@ -28,10 +27,6 @@ MAX_STATE = 65536
 MAX_OFFSET = 2.0**100
 WEIGHT_ORDER = ".weight_format"  # of LLM.int8; 0 means row by row
 INT8_LARGEST = 127.0
-
-
-def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Accepts every checkpoint, because a 4-bit layer stores its own settings and an 8-bit layer needs none."""
 
 
 def _state(layer: Layer) -> Settings:
@@ -140,7 +135,6 @@ FORMAT = DirectoryFormat(
     roles={role: (f".weight.{role}",) for role in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")}
     | {"weight": (".weight",), "bias": (".bias",)},
     fields={"b_packed": "weight", "scales": "absmax", "lut": "quant_map", "bias": "bias"},
-    check=_check,
     read=_read,
     extras=(WEIGHT_ORDER,),
     scaled={".SCB": "SCB"},

@@ -50,7 +50,7 @@ class NativeExporter:
         self.layers[name] = _describe(weight)
 
     def own_tensors(self, weight: PackedWeight, name: str) -> dict[str, Tensor]:
-        """Returns the layer's state_dict with names under `name`, for the safetensors writers of other libraries."""
+        """Describes a layer and returns its state_dict, for the safetensors writers of other libraries."""
         tensors = self.tensors(replace(weight, name=name))
         # Layers may share a table or a permutation, but safetensors refuses tensors that share memory.
         return {key: value.clone() if key in ("lut", "perm") else value for key, value in tensors.items()}

@@ -3,8 +3,7 @@
 
 namespace metal {
 
-// The type of a template parameter that is a function. This alias prevents that the dialect adds an address space to
-// the type.
+// The type F of a template parameter that is a function. Without this alias, the dialect would add an address space.
 template <typename F>
 struct sm_function_of {
   typedef F type;
