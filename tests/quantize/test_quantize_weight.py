@@ -282,7 +282,6 @@ def test_non_contiguous_and_grad_requiring_weights(device):
             r"w: expected finite weights, got values from -inf to 0.0",
         ),
         ({"method": "gptq"}, r"method: expected 'rtn' or 'mse', got 'gptq'"),
-        ({"weight_format": "int3"}, r"weight_format: expected one of uint4b8, .*got 'int3'"),
         ({"group_size": 24}, r"group_size: expected one of 16, 32, 64, 128, 256, or K = 64 for uint4b8, got 24"),
         ({"weight_format": "nvfp4", "group_size": 32}, r"group_size: expected 16 for nvfp4, got 32"),
         ({"scale_dtype": torch.float64}, r"scale_dtype: expected float16, bfloat16 or float32, got torch.float64"),
@@ -326,3 +325,8 @@ def test_weights_with_a_common_global_scale_have_the_bits_of_one_weight(method):
     assert torch.equal(first.b_packed, whole.b_packed[:, :8]) and torch.equal(first.scales, whole.scales[:, :8])
     assert torch.equal(first.global_scale, whole.global_scale)
     assert not torch.equal(quantize_weight(w[:8], "nvfp4", method=method).global_scale, whole.global_scale)
+
+
+def test_unknown_format_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"weight_format: expected one of uint4b8, .*got 'int3'"):
+        quantize_weight(torch.zeros(4, 64), "int3")
