@@ -4,7 +4,7 @@ Reads a CSV file with the columns of published.csv. For every point that can be 
 divided by the published time. Then it prints the median and the range of this ratio for each kind of measurement. The
 last two columns show whether the median depends on one chip or one publication: they are the range of the median if the
 points of any one chip, or of any one source, are left out. This project has measured none of the points. --plot draws
-all points, --json prints them for programs.
+all points.
 
 The exit code is 0 if a row could be modeled, 1 if none could, and 2 if the file is not such a table.
 
@@ -13,11 +13,10 @@ The exit code is 0 if a row could be modeled, 1 if none could, and 2 if the file
 
 import argparse
 import csv
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +311,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path, nargs="?", default=CALIBRATION, help="published figures (default: ours)")
     parser.add_argument("--plot", type=Path, help="draw all points into this file")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     try:
         points, left = compare(read(arguments.csv))
@@ -324,11 +322,6 @@ def main() -> int:
         return 1
     if arguments.plot:
         draw(points, arguments.plot)
-    summary = {kind: summary_of(found) for kind, found in by_kind(points).items()}
-    if arguments.json:
-        shown = [{**asdict(p), "ratio": p.ratio} for p in points]
-        print(json.dumps({"points": shown, "kinds": summary, "not_modelled": left}, indent=1))
-        return 0
     console = Console(width=140)
     table = Table("id", "kind", "chip", "what", "published us", "predicted us", "predicted / published")
     for found in points:
@@ -337,7 +330,8 @@ def main() -> int:
         table.add_row(found.id, found.kind, found.chip, found.what, *times, f"{found.ratio:.2f}")
     console.print(table)
     table = Table("kind", "points", "median", "least", "most", "without a chip", "without a source")
-    for kind, row in summary.items():
+    for kind, of_kind in by_kind(points).items():
+        row = summary_of(of_kind)
         ranges = (
             " to ".join(f"{median:.2f}" for median in row[name]) for name in ("without_a_chip", "without_a_source")
         )
