@@ -58,7 +58,7 @@ class Result:
 
 
 def read_text() -> tuple[list[str], Tensor, Tensor]:
-    """Returns the alphabet, the letters of the training text, and windows of the held-out first twentieth."""
+    """Returns the alphabet, the text for training, and windows of the first twentieth, which is held out."""
     corpus = "\n".join(topics.values())
     alphabet = sorted(set(corpus))
     index = {letter: at for at, letter in enumerate(alphabet)}
