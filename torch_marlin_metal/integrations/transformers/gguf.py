@@ -78,9 +78,7 @@ def _is_of_expert(name: str) -> bool:
 def reads_all_settings(original: Any, active: Callable[[], bool]) -> Any:
     """Wraps transformers' `load_gguf_checkpoint`, so that the config contains all settings of the file.
 
-    Args:
-        original: the function to wrap.
-        active: returns True while this package loads checkpoints.
+    The function `active` returns True while this package loads checkpoints.
     """
 
     @functools.wraps(original)
