@@ -156,7 +156,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         """Quantizes the weight of a Linear or of stacked experts. Stores an error, and `_install` raises it.
 
         The packed layer replaces the Linear only after all tensors are loaded. Until then, the Linear has an empty
-        weight, because models initialize missing tensors, and some models use tensors of their children for this.
+        weight, which some models read when they initialize missing tensors.
         """
         if self._failure is not None:
             return False
