@@ -80,7 +80,7 @@ def words_kind(module: nn.Module, bits: int, config: dict[str, Any]) -> Kind:
 
 
 def read_state(module: nn.Module, kind: Kind, options: ReadOptions | None = None) -> PackedWeight:
-    """Reads a module's weight without its bias on the CPU, and moves the weight to the module's device.
+    """Reads a module's weight on the CPU, without its bias, and moves it to the module's device.
 
     Raises:
         UnreadableError: the reader does not support the layer. The message contains the reader's reason.
