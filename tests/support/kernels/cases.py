@@ -122,10 +122,10 @@ def plain_problems(
 ) -> list[Any]:
     """Returns a problem for each format and activation dtype.
 
-    The sample contains each dtype once, each time with another format.
+    The sample contains each dtype once, each time with another format: fp32 with uint4_bias, whose sums are longest.
     """
     kinds = list(itertools.product(formats, dtypes))
-    sample = {(formats[2 * i], dtype) for i, dtype in enumerate(dtypes)}
+    sample = {(formats[4 * i % 6], dtype) for i, dtype in enumerate(dtypes)}
     return [
         pytest.param(
             problem(M, N, K, weight_format=weight_format, dtype=dtype, **fields),
