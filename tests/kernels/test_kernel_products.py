@@ -111,9 +111,7 @@ STRADDLING_K = {"K": [8, 40, 72, 136, 264, 328]}
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "matrix_row" in metafunc.fixturenames:
-        # Without --everything, one shape per kernel is enough. Other tests sample the shapes:
-        # test_gemv_agrees_with_fp64, test_fused_agrees_with_fp64, test_tensor_agrees_with_fp64 and
-        # test_staged_kernels_agree_with_fp64.
+        # Without --everything, one shape per kernel is enough, because the tests of random axes sample the shapes.
         whole = metafunc.config.getoption("--everything")
         rows = [(M, COLUMNS) for M in EVERY_M] if whole else [(SAMPLE[0], SAMPLE[1:])]
         metafunc.parametrize("matrix_row", rows, ids=[f"M={M}" for M, _ in rows])

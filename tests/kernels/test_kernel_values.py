@@ -26,14 +26,14 @@ RUNS = {
     "striped": lambda p, **o: run_tiles("gemm_striped_32x128x32", p, **{"parts": 2} | o),
 }
 kernels = pytest.mark.parametrize("kernel", RUNS)
-# The kernels that load activations and weights in different ways: single_stage loads like double_buffered.
+# The kernels with loads of their own. single_stage has those of double_buffered.
 LOADS = ("gemv", "fused", "tensor", "double_buffered", "striped")
 PAIRS = [(kernel, name) for kernel in RUNS for name in (TENSOR_FORMATS if kernel == "tensor" else FORMATS)]
 each_kernel_and_format = pytest.mark.parametrize(("kernel", "weight_format"), sampled(PAIRS))
 
 
 def widest(kernel: str) -> torch.dtype:
-    """Returns the activations with the largest range that the kernel multiplies."""
+    """Returns the dtype of activations with the largest range that the kernel multiplies."""
     return torch.bfloat16 if kernel == "tensor" else torch.float32
 
 
@@ -155,7 +155,7 @@ def test_probe_of_half_subnormals(word: int) -> None:
 
 @pytest.mark.parametrize("foreign", range(6))
 def test_probe_of_tensor_layout(foreign: int) -> None:
-    """The probe finds a matrix with another layout, first among half operands, then among bfloat operands."""
+    """One of six matrices has another layout: three are of half products, and three of bfloat products."""
     found = probed(f"SOFTMETAL_FOREIGN_TENSORS={1 << foreign}")
     matches, element = number("kTensorMatches"), number("kTensorElement")
     assert found[:foreign] + found[foreign + 1 :] == [matches] * 5

@@ -42,8 +42,8 @@ def check_shape(weight_format, dtype, K, N, group_size, rows, device, **options)
 def pairs(Ns, K, weight_format, whole):
     """Returns pairs (N, group size): all if `whole`, otherwise each N once, with the group sizes in rotation.
 
-    The rotation starts at another group size for each K and for each three formats. The dtypes also rotate, so that
-    over all formats each pair of a dtype and a group size occurs.
+    The first group size depends on K and on the format. The dtypes also rotate, so that over all formats each pair of
+    a dtype and a group size occurs.
     """
     groups = group_sizes(weight_format, K)
     first = K_ALL.index(K) + reference.FORMATS.index(weight_format) // len(reference.DTYPES)
