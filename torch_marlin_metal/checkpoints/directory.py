@@ -154,7 +154,7 @@ class DirectoryReader(CheckpointReader):
         try:
             return weight.validate()
         except PackedWeightError as error:
-            role = self.format.fields.get(error.field, next(iter(layer.roles)))
+            role = self.format.fields.get(error.field, error.field)
             raise layer.error(role if role in layer else next(iter(layer.roles)), str(error)) from error
 
     def bias(self, index: int) -> Tensor | None:
@@ -205,12 +205,10 @@ def open_reader(path: str | os.PathLike[str], options: ReadOptions | None = None
     given, place = ReadOptions.of(options, fields), Path(path)
     if not place.exists():
         raise CheckpointError(f"{place}: does not exist")
-    if place.is_dir():
+    if place.is_dir() or (place.suffix == ".safetensors" and place.is_file()):
         return DirectoryReader(place, given)
     if place.suffix == ".gguf" and place.is_file():
         return GgufReader(place, given)
-    if place.suffix == ".safetensors" and place.is_file():
-        return DirectoryReader(place, given)
     raise CheckpointError(f"{place}: expected a directory, a .gguf or a .safetensors file")
 
 

@@ -49,7 +49,8 @@ class DirectoryFormat(Format):
         methods: the `quant_method` values of this format.
         anchors: ending -> role, for the tensor that every layer has. Its name without the ending is the layer's name.
         roles: role -> possible endings, for the layer's other tensors.
-        fields: field of `PackedWeight` -> role. An error about a field names the tensor with this role.
+        fields: field of `PackedWeight` -> role, where the names differ. An error about a field names the tensor with
+            this role.
         check: raises UnsupportedFormat if the settings of a checkpoint describe layers that are not supported.
         read: converts one layer.
         implied: recognizes checkpoints of this format whose settings do not name a method.
@@ -86,7 +87,7 @@ class DirectoryFormat(Format):
     methods: tuple[str, ...]
     anchors: Mapping[str, str]
     roles: Mapping[str, tuple[str, ...]]
-    fields: Mapping[str, str]
+    fields: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Checkpoint, Settings], None] = lambda checkpoint, settings: None
     read: Read
     implied: Callable[[Checkpoint], bool] = lambda checkpoint: False

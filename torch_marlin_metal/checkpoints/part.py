@@ -29,8 +29,8 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
         part: the part to read.
 
     Returns:
-        The part as a layer, or None if the part cannot be read separately: a border of the part is inside a word, a
-        group or a block of scales. A weight with act-order or with a single group cannot be cut along its rows.
+        The part as a layer, or None if the part cannot be read separately. This is the case if a border of the part is
+        inside a word, a group or a block of scales. Weights with act-order or a single group have no parts along K.
     """
     roles = [role for role in layer.roles if role in axes]
     if any(len(axes[role]) != len(layer.shape(role)) for role in roles):

@@ -28,20 +28,14 @@ from torch_marlin_metal.checkpoints.files.shard_writer import ShardWriter
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.journal import JOURNAL, Journal, open_journal, sync_files
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
-from torch_marlin_metal.checkpoints.settings import without_settings
+from torch_marlin_metal.checkpoints.settings import CONFIG, CONFIG_FILES, without_settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 DEFAULT_SHARD_BYTES = 1 << 29
 INDEX = "model.safetensors.index.json"
 # Endings of the small files that a model needs. Other files, such as weights, settings and code, are not copied.
 COPIED = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
-NOT_COPIED = (
-    "config.json",
-    "quantize_config.json",
-    "quant_config.json",
-    "quantization_config.json",
-    "hf_quant_config.json",
-)
+NOT_COPIED = (CONFIG, *CONFIG_FILES)
 
 TARGETS: dict[str, Callable[..., Exporter]] = {"native": NativeExporter, **EXPORTERS}
 
@@ -333,7 +327,7 @@ def _write_rest(source: _Source, exporter: Exporter, journal: Journal) -> None:
     if isinstance(exporter, NativeExporter) and exporter.has_layers:
         write_card(work)
     settings = {"quantization_config": exporter.settings()} if exporter.has_layers else {}
-    _write_json(work / "config.json", without_settings(source.config) | settings)
+    _write_json(work / CONFIG, without_settings(source.config) | settings)
 
 
 def _small_files(path: Path) -> list[Path]:

@@ -201,7 +201,7 @@ class _Blocks:
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, Any] = {}  # keyed by id, so that only one of several threads can take a block
+        self._free: dict[int, Any] = {}  # a dict by id, whose `pop` gives a block to only one of several threads
 
     def take(self, nbytes: int) -> Tensor:
         """Makes an uninitialized uint8 tensor. When the tensor is freed, its memory returns to this pool."""

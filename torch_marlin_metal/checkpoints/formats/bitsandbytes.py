@@ -110,9 +110,7 @@ def _absmax(layer: Layer, state: Settings, blocks: int) -> Tensor:
         raise layer.error("quant_state", f"expected nested_blocksize and nested_offset, got {size} and {offset!r}")
     layer.expect("nested_absmax", ("F32",), -(-blocks // size))
     codes, scales = layer.read("absmax").long(), layer.read("nested_absmax").repeat_interleave(size)[:blocks]
-    return layer.read("nested_quant_map")[codes] * scales + torch.tensor(
-        float(offset), dtype=torch.float32, device="cpu"
-    )
+    return layer.read("nested_quant_map")[codes] * scales + float(offset)
 
 
 FORMAT = DirectoryFormat(
@@ -134,7 +132,7 @@ FORMAT = DirectoryFormat(
     },
     roles={role: (f".weight.{role}",) for role in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")}
     | {"weight": (".weight",), "bias": (".bias",)},
-    fields={"b_packed": "weight", "scales": "absmax", "lut": "quant_map", "bias": "bias"},
+    fields={"b_packed": "weight", "scales": "absmax", "lut": "quant_map"},
     read=_read,
     extras=(WEIGHT_ORDER,),
     scaled={".SCB": "SCB"},

@@ -108,12 +108,7 @@ FORMAT = DirectoryFormat(
     anchors={},
     roles={"weight": (".weight",), COMFY_TENSOR: (f".{COMFY_TENSOR}",), "weight_scale_2": (".weight_scale_2",)}
     | {"bias": (".bias",)},
-    fields={
-        "b_packed": "weight",
-        "scales": "weight_scale",
-        "global_scale": "weight_scale_2",
-        "bias": "bias",
-    },
+    fields={"b_packed": "weight", "scales": "weight_scale", "global_scale": "weight_scale_2"},
     read=_read,
     extras=(".scale_input", ".input_scale"),
     marks=(COMFY_MARK,),

@@ -203,7 +203,6 @@ FORMAT = DirectoryFormat(
         "zeros": "weight_zero_point",
         "global_scale": "weight_global_scale",
         "perm": "weight_g_idx",
-        "bias": "bias",
     },
     check=_check,
     read=_read,

@@ -30,7 +30,7 @@ FORMAT = DirectoryFormat(
     refused=(),
     anchors={"_blocks": "blocks"},
     roles={"scales": ("_scales",), "bias": ("_bias",)},
-    fields={"b_packed": "blocks", "scales": "scales", "bias": "bias"},
+    fields={"b_packed": "blocks"},
     read=_read,
     stacked_rank=4,
 )

@@ -195,7 +195,7 @@ FORMAT = DirectoryFormat(
     ),
     anchors={".qweight": "qweight"},
     roles=endings("qzeros", "scales", "g_idx", "bias"),
-    fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "perm": "g_idx", "bias": "bias"},
+    fields={"b_packed": "qweight", "zeros": "qzeros", "perm": "g_idx"},
     axes={
         "qweight": ("K/8", "N"),
         "scales": ("G", "N"),

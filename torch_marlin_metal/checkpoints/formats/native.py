@@ -182,7 +182,6 @@ FORMAT = DirectoryFormat(
     refused=(("format_version other than 1", "unknown"),),
     anchors={".b_packed": "b_packed"},
     roles=endings(*WEIGHT_TENSORS[1:], *LAYER_TENSORS),
-    fields={name: name for name in (*WEIGHT_TENSORS, "bias")},
     axes={
         "b_packed": ("K/8", "N"),
         "b_high": ("H", "N"),

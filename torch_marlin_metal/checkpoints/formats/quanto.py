@@ -36,7 +36,7 @@ FORMAT = DirectoryFormat(
     ),
     anchors={FEW_BITS: "few bits", ".weight._data": "weight"},
     roles={"scale": (".weight._scale",), "bias": (".bias",)},
-    fields={"b_packed": "weight", "scales": "scale", "bias": "bias"},
+    fields={"b_packed": "weight", "scales": "scale"},
     read=_read,
     implied=_implied,
     extras=(".input_scale", ".output_scale", ".weight._shift"),
