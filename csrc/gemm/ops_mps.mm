@@ -29,7 +29,7 @@ void launch(GemmProblem problem, Bindings bindings, const Tensor& rows, const Te
   const int64_t M = rows.size(0);
   problem.M = static_cast<uint32_t>(M);
   problem.a_row_stride = rows.stride(0);
-  problem.vector_aligned_a = is_aligned(rows, 4);
+  problem.vector_aligned_a = is_vector_aligned(rows);
   const std::shared_ptr<const CompiledPlan> compiled = find_plan(problem, rows);
   if (const int64_t first = first_part(compiled->plan, M); first < M) {
     launch(problem, bindings, rows.narrow(0, 0, first), out.narrow(0, 0, first));

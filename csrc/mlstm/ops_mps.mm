@@ -4,11 +4,11 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <tuple>
 
+#include "csrc/core/tensor_views.h"
 #include "csrc/mlstm/argument_rules.h"
 #include "csrc/mlstm/gpu_plan.h"
 #include "csrc/mps/encoder.h"
@@ -16,9 +16,6 @@
 
 namespace marlin::mps {
 namespace {
-
-using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
-using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // Returns the token stride of a tensor [B, H, S, ...]. Returns 0 for a single token, because its stride is arbitrary.
 int64_t token_stride(const Tensor& tensor) {
@@ -35,10 +32,6 @@ Tensor rows(const Tensor& tensor) {
 // Returns the strides of a tensor. The tensors of mlstm_step have no token dimension.
 MlstmStrides strides(const Tensor& tensor, bool has_tokens) {
   return {tensor.stride(0), tensor.stride(1), has_tokens ? token_stride(tensor) : 0};
-}
-
-bool is_aligned(const Tensor& tensor) {
-  return tensor.storage_offset() % 4 == 0;
 }
 
 // A plan with its pipelines, its number of chunks and its workspace.
@@ -67,7 +60,7 @@ struct Call {
     const Tensor held = rows(tensor);
     target = strides(held, held.dim() == 4);
     launch.element = element_type(held);
-    launch.vector_aligned = launch.vector_aligned && is_aligned(held);
+    launch.vector_aligned = launch.vector_aligned && is_vector_aligned(held);
     bindings[slot] = held;
   }
 
@@ -83,7 +76,7 @@ struct Call {
   void bind_states(std::array<int, 3> slots, const Tensor& C, const Tensor& n, const Tensor& m) {
     const Tensor held_C = C.contiguous();
     const Tensor held_n = n.contiguous();
-    launch.vector_aligned_states = is_aligned(held_C) && is_aligned(held_n);
+    launch.vector_aligned_states = is_vector_aligned(held_C) && is_vector_aligned(held_n);
     bindings[slots[0]] = held_C;
     bindings[slots[1]] = held_n;
     bindings[slots[2]] = m.contiguous();

@@ -8,7 +8,6 @@
 #include <c10/util/FunctionRef.h>
 
 #include <string>
-#include <vector>
 
 #include "csrc/planner/device.h"
 

@@ -5,7 +5,6 @@
 #include <array>
 #include <cstdint>
 #include <iosfwd>
-#include <string>
 #include <variant>
 #include <vector>
 

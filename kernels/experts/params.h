@@ -58,7 +58,6 @@ enum { kMoeReduceMaxSimdgroups = 20 };
 enum {
   kMoeSortThreads = 256,
   kMoeSortSimdgroups = 8,
-  kMoeSortBytes = 4 * kMoeSortSimdgroups * (kMoeSortThreads + 1),  // of threadgroup memory
   kMoeBlockWords = 3,
 };
 static_assert(static_cast<int>(kMoeSortSimdgroups) * kSimdWidth == static_cast<int>(kMoeSortThreads),

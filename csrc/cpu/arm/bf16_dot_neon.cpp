@@ -2,20 +2,13 @@
 // instruction. Every code is exact in bf16. An activation is a sum of bf16 terms ("parts"): one part for a bf16
 // activation, three for an fp32 activation. The instructions flush subnormals and may round to odd, so activations
 // outside 2^-96 .. 2^120 go to the kernels that multiply in fp32 (bf16_parts.h).
-#include <algorithm>
-#include <utility>
-
 #include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__aarch64__)
 
-#include <arm_neon.h>
+#include "csrc/cpu/target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("bf16"))), apply_to = function)
-#else
-#pragma GCC target("arch=armv8.2-a+bf16")
-#endif
+MARLIN_TARGET("bf16")
 
 #include "csrc/cpu/arm/vec_neon.h"
 #include "csrc/cpu/kernels/bf16_parts.h"
@@ -232,8 +225,6 @@ const Bf16DotKernels* bf16_dot_kernels() {
 
 }  // namespace marlin::cpu
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MARLIN_TARGET_END
 
 #endif

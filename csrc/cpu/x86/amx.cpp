@@ -8,7 +8,7 @@
 
 #if defined(__x86_64__) && defined(__linux__)
 
-#include "csrc/cpu/x86/target.h"
+#include "csrc/cpu/target.h"
 
 MARLIN_TARGET(MARLIN_AVX512 ",avx512bf16,avx512vbmi,amx-tile,amx-bf16")
 

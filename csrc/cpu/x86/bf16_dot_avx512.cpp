@@ -6,7 +6,7 @@
 
 #if defined(__x86_64__)
 
-#include "csrc/cpu/x86/target.h"
+#include "csrc/cpu/target.h"
 
 MARLIN_TARGET(MARLIN_AVX512 ",avx512bf16,avx512vbmi")
 

@@ -275,25 +275,9 @@ CpuPlan make_fallback_plan(const Machine& machine, const CpuProblem& problem, co
 }
 
 std::string to_string(const CpuPlan& plan) {
-  static constexpr const char* kNames[] = {"small_m",
-                                           "large_m",
-                                           "bf16_dot_fp32_row",
-                                           "bf16_dot_small_m",
-                                           "bf16_dot",
-                                           "bf16_dot_panel",
-                                           "bf16_dot_rounded",
-                                           "byte_split_avx2",
-                                           "byte_split_small_m",
-                                           "byte_split",
-                                           "byte_matrix",
-                                           "int8_avx2_small_m",
-                                           "int8_avx2",
-                                           "int8_small_m",
-                                           "int8",
-                                           "amx",
-                                           "amx_scaled",
-                                           "amx_table",
-                                           "amx_rounded"};
+#define MARLIN_KERNEL_TEXT(name) #name,
+  static constexpr const char* kNames[] = {MARLIN_CPU_KERNELS(MARLIN_KERNEL_TEXT)};
+#undef MARLIN_KERNEL_TEXT
   auto number = [](const char* name, int64_t value) { return std::string(" ") + name + "=" + std::to_string(value); };
   return kNames[static_cast<int>(plan.kernel)] + number("parts", plan.parts) + number("strip", plan.strip) +
          number("max_rows", plan.max_rows) + number("chunk", plan.chunk) + number("passes", plan.passes) +

@@ -48,7 +48,6 @@ class Pass {
   const GemmArguments& arguments() const { return a_; }
   const CpuPlan& plan() const { return plan_; }
   int64_t pass() const { return pass_; }
-  int64_t rows() const { return x_.rows; }
 
   // The sizes of the parts of scratch memory that place() receives: bytes for the packed activations, and elements for
   // all other parts.
@@ -355,7 +354,7 @@ class Pass {
     }
     const int64_t row = a_.out_rows == nullptr ? row_ + m : a_.out_rows[row_ + m];
     const ElementType type = a_.fp32_out ? ElementType::float32 : a_.a_type;
-    kernels_.from_float(from, type, count, static_cast<char*>(a_.out) + (row * w_.N + n) * element_bytes(type));
+    kernels_.from_float(from, type, count, element_at(a_.out, type, row * w_.N + n));
   }
 
   const GemmArguments& a_;
