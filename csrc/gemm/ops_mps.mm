@@ -24,7 +24,6 @@ void two_pass(const CompiledPlan& compiled, const WeightProblem& weight, Binding
   if (bindings[kSlotBias].defined()) out.add_(bindings[kSlotBias]);
 }
 
-// Finds a plan for the rows and encodes it.
 void launch(GemmProblem problem, Bindings bindings, const Tensor& rows, const Tensor& out) {
   const int64_t M = rows.size(0);
   problem.M = static_cast<uint32_t>(M);

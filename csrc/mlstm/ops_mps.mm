@@ -72,7 +72,6 @@ struct Call {
     bindings[kSlotF] = f;
   }
 
-  // Binds C, n and m as inputs.
   void bind_states(std::array<int, 3> slots, const Tensor& C, const Tensor& n, const Tensor& m) {
     const Tensor held_C = C.contiguous();
     const Tensor held_n = n.contiguous();
@@ -106,7 +105,6 @@ struct Call {
     }
   }
 
-  // Allocates the workspace for the gates and chunks.
   void bind_workspace(const CompiledMlstm& plan, const at::TensorOptions& floats) {
     bindings[kSlotGates] = at::empty({static_cast<int64_t>(plan.workspace.gates)}, floats);
     bindings[kSlotChunks] = at::empty({static_cast<int64_t>(plan.workspace.chunks)}, floats);
