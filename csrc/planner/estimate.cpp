@@ -31,8 +31,7 @@ constexpr double kDenseLaunch = 20e-6;
 constexpr double kDenseFraction = 0.88;
 // The seconds per pair of moe_sort: one threadgroup reads all pairs twice.
 constexpr double kSortSeconds = 4e-9;
-// The tolerance with which a number of blocks is rounded up to a whole number. It is a sum of rounded probabilities, so
-// it may exceed the whole number a little.
+// A number of blocks is a sum of rounded probabilities, so it may exceed a whole number by up to this fraction.
 constexpr double kRounding = 1e-9;
 // If experts have more rows than this on average, the distribution of rows no longer matters.
 constexpr uint32_t kManyRows = 64;
