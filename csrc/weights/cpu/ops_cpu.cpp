@@ -39,7 +39,9 @@ Tensor embedding_cpu(const Tensor& ids, const WeightArguments& weight, at::Scala
   const int32_t* order = stored.perm_data("embedding");
   at::DimVector sizes(ids.sizes());
   sizes.push_back(stored.view.K);
-  Tensor out = at::empty(sizes, weight.scales.options().dtype(dtype));
+  const auto options = weight.scales.options().dtype(dtype);
+  // A perm with repeated indices leaves some columns unwritten, so these outputs start as zeros.
+  Tensor out = StoredWeight::repeats(order, stored.view.K) ? at::zeros(sizes, options) : at::empty(sizes, options);
   if (ids.numel() == 0) return out;
   check_id_range(ids, stored.view.N);
   const Tensor indices = ids.to(at::kLong).contiguous();
