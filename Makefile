@@ -9,8 +9,10 @@ REQUIRED_TORCH := torch==$(if $(filter Darwin,$(shell uname -s)),2.14.1,2.13.0)
 # If TORCH_INDEX is empty, pip installs the default build.
 TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),https://download.pytorch.org/whl/cpu)
 TESTS ?= tests softmetal/tests
-# Several workers share the cores, so OpenMP threads that spin while they wait make the tests many times slower.
-PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null || sysctl -n hw.ncpu) --dist worksteal --durations=40 --durations-min=4
+# One worker more than cores, because tests wait for disks and other processes. OpenMP threads that spin while they wait
+# would make the tests many times slower.
+WORKERS := $(shell echo $$(($$(nproc 2>/dev/null || sysctl -n hw.ncpu) + 1)))
+PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations=40 --durations-min=4
 SOURCES := setup.py $(shell find csrc kernels -type f) $(wildcard build_support/*.py)
 DEVICE_SOURCES := $(shell find softmetal/src -name '*.mm' -o -name '*.cpp' -o -name '*.h' 2>/dev/null)
 # The files that clang-format checks. The headers below softmetal's msl/ are excluded, because many are tables of macros.
@@ -70,14 +72,14 @@ format: $(VENV)/.installed ## rewrite the sources as lint wants them
 docs: $(VENV)/.installed ## the documentation's site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-demo: build ## run a sentence-embedding model in 4 bit, and train a small Llama that writes (tables, a picture)
+demo: build ## run a sentence-embedding model in 4 bit, and train a small Llama that writes
 	$(PY) examples/demo.py
 	$(PY) examples/writer.py
 
 # On Linux the demo runs on the software Metal device, which takes minutes.
 demo-mps: build ## the demo on mps
 	$(PY) $$(sh scripts/system_packages.sh has-softmetal && echo -m softmetal) \
-		examples/demo.py --device mps --picture demo-output/demo-mps.png
+		examples/demo.py --device mps
 
 demo-xlstm: build ## train a small xLSTM for a minute and let it write, in fp32 and in 4 bit
 	$(PY) examples/xlstm.py
@@ -85,7 +87,7 @@ demo-xlstm: build ## train a small xLSTM for a minute and let it write, in fp32 
 demo-qlora: build ## train adapters on 4-bit and on fp32 weights of a sentence model (a table, a picture)
 	$(PY) examples/qlora.py
 
-demo-mixture: build ## train a small Mixtral for a minute and pack its experts (a table, a picture)
+demo-mixture: build ## train a small Mixtral for a minute and pack its experts
 	$(PY) examples/mixture.py
 
 bench: build ## CPU benchmark against PyTorch's own kernels

@@ -41,6 +41,7 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     gc.freeze()
+    gc.set_threshold(20_000, 5, 5)  # tests make many short-lived objects, and few cycles
     gc.enable()
 
 

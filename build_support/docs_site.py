@@ -12,29 +12,15 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = {
-    "index.md": "README.md",
-    "changelog.md": "CHANGELOG.md",
-    "lab/README.md": "lab/README.md",
-    "lab/cpu/cpu_peers.md": "lab/cpu/cpu_peers.md",
-    "lab/cpu/cpu_wide.md": "lab/cpu/cpu_wide.md",
-    "lab/cpu/cpu_int8.md": "lab/cpu/cpu_int8.md",
-    "lab/whole_models/whole_model.md": "lab/whole_models/whole_model.md",
-    "lab/notes/predictions.md": "lab/notes/predictions.md",
-    "lab/notes/kernel-costs.md": "lab/notes/kernel-costs.md",
-    "lab/notes/few-rows.md": "lab/notes/few-rows.md",
-    "lab/notes/tile-sizing.md": "lab/notes/tile-sizing.md",
-    "lab/notes/tensor-units.md": "lab/notes/tensor-units.md",
-    "lab/notes/host-audit.md": "lab/notes/host-audit.md",
-    "softmetal/README.md": "softmetal/README.md",
-    "softmetal/docs/device.md": "softmetal/docs/device.md",
-}
+# The pages of the site that have another path in the repository.
+MOVED = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Adds the pages from outside docs/."""
-    for name, source in OUTSIDE.items():
-        files.append(File.generated(config, name, content=(ROOT / source).read_text()))
+    """Adds the pages of mkdocs.yml that are outside docs/."""
+    outside = re.findall(r"(?:lab|softmetal)/\S+\.md", Path(config.config_file_path).read_text())
+    for name in (*MOVED, *outside):
+        files.append(File.generated(config, name, content=(ROOT / MOVED.get(name, name)).read_text()))
     return files
 
 

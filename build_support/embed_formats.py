@@ -1,4 +1,4 @@
-"""Writes the Python table of the weight formats from the rows in the header of the kernels and the C++ code.
+"""Writes the Python table of the weight formats from the rows of types.h, which the kernels and the C++ code include.
 
 Python reads and converts checkpoints without the compiled extension, so it cannot get the table from the extension.
 """

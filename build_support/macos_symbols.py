@@ -59,14 +59,14 @@ def selector_problems(objects: list[Path], sources: list[Path], dylibs: list[Pat
         sources: the same sources as text, which are searched for `respondsToSelector:@selector(NAME)`.
         dylibs: PyTorch's libraries for macOS.
     """
-    by_pytorch = set().union(*(MachO(path, "arm64").sent_selectors() for path in dylibs))
+    by_pytorch = set().union(*(MachO(path).sent_selectors() for path in dylibs))
     known = (by_pytorch - set(NEWER_SELECTORS)) | set(EXTRA_SELECTORS)
     guarded = {
         name for path in sources for name in re.findall(r"respondsToSelector:@selector\(([\w:]+)\)", path.read_text())
     }
     problems = []
     for path in objects:
-        for name in sorted(MachO(path, "arm64").sent_selectors() - known):
+        for name in sorted(MachO(path).sent_selectors() - known):
             if name not in NEWER_SELECTORS:
                 problems.append(f"{path.name}: sends {name}, which PyTorch does not send and no list explains")
             elif name not in guarded:

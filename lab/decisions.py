@@ -43,8 +43,8 @@ ARITHMETIC = {
 MOST_UNITS = {"gemv": 8, "fused": 4, "tensor": 2}
 # A format, and its levels of scales.
 Form = tuple[WeightFormat, int]
-# KERNELS has the kernel of each variant. EXPERTS_FORMS has its kernels for experts, each with the rows of one unit, in
-# the order of expert_tiles in csrc/planner/variants.cpp.
+# KERNELS has the kernel of each variant. EXPERTS_FORMS has its kernels for experts, each with the units of rows of a
+# block, in the order of expert_tiles in csrc/planner/variants.cpp.
 KERNELS = {"gemv": "gemv", "fused": "gemm_fused", "tensor": "gemm_tensor"}
 EXPERTS_FORMS = {
     "gemv": (("moe_gemv", 1), ("moe_gemv_reduce", 1), ("moe_gemv_blocks", 4)),

@@ -377,7 +377,7 @@ def _range(values: Tensor) -> tuple[float, float]:
     if values.device.type != "cpu" or values.numel() <= PIECE:
         low, high = values.aminmax()
         return low.item(), high.item()
-    # Pieces of this size run in one thread. Several threads would wait milliseconds for those that read files.
+    # Pieces of this size run in one thread. Several threads would wait milliseconds for the readers of files.
     pieces = [piece.aminmax() for piece in torch.split(values.flatten(), PIECE)]
     low, high = torch.stack([piece.min for piece in pieces]).min(), torch.stack([piece.max for piece in pieces]).max()
     return low.item(), high.item()

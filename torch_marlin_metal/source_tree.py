@@ -2,7 +2,7 @@
 
 Python searches the current folder first. After `pip install .`, it therefore finds the Python files of the source tree,
 but the extension was compiled for the installed package. If the Python files of both are equal, the package imports all
-its modules from the installed package. If they differ, it does not, because the extension does not match the files.
+its modules from the installed package. If they differ, the extension does not match the files and cannot be used.
 """
 
 import importlib.util

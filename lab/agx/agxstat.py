@@ -39,7 +39,6 @@ def main() -> int:
     level = parser.add_mutually_exclusive_group()
     level.add_argument("--O0", dest="opt", action="store_const", const=0, help="Mesa optimises alone (default)")
     level.add_argument("--O1", dest="opt", action="store_const", const=1, help="LLVM unrolls and cleans up before")
-    level.add_argument("--O2", dest="opt", action="store_const", const=2, help="LLVM -O2 before")
     parser.set_defaults(opt=0)
     parser.add_argument("--asm", action="store_true", help="also print the instructions, on the standard error stream")
     parser.add_argument("--keep", metavar="DIR", help="copy the intermediate files there")

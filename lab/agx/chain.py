@@ -164,7 +164,7 @@ O1 = (
 def rewritten(ch, a, notes):
     """Rewrites the kernel that the options name. Returns the kernel's host name and the text for clang."""
     try:
-        text = flatten(a.kernel, [*a.inc, os.path.dirname(os.path.abspath(a.kernel))], notes)
+        text = flatten(a.kernel, [*a.inc, os.path.dirname(os.path.abspath(a.kernel))])
         fcn = function_constants(text)
         fc, defs = {}, []
         for d in a.define:
@@ -196,7 +196,7 @@ def rewritten(ch, a, notes):
                 "pp.i",
             ],
         )
-        out, host, _ = rewrite(Path(ch.path("pp.i")).read_text(), a.entry, a.threads, a.tg, fc, notes)
+        out, host = rewrite(Path(ch.path("pp.i")).read_text(), a.entry, a.threads, a.tg, fc, notes)
     except Err as e:
         raise Fail("rewriter", str(e)) from e
     return host, out
@@ -206,7 +206,7 @@ def compile_kernel(ch, a, text):
     """Compiles the text that rewritten() returned. Returns what Mesa printed."""
     Path(ch.path("k.clcpp")).write_text(text)
     shutil.copy(os.path.join(HERE, "msl_shim.h"), ch.path("msl_shim.h"))
-    opt = ["-O2", "-fno-vectorize", "-fno-slp-vectorize"] if a.opt == 2 else ["-O0", "-Xclang", "-disable-O0-optnone"]
+    opt = ["-O0", "-Xclang", "-disable-O0-optnone"]
     try:
         ch.run("clang", CLANG + opt + ["-DMSL_VEC_DIRECT", "k.clcpp", "-o", "k.ll"])
     except Fail:
@@ -237,50 +237,5 @@ def compile_kernel(ch, a, text):
         "llvm-spirv",
         ["llvm-spirv-19", "--spirv-max-version=1.4", "--spirv-ext=-all,+SPV_KHR_float_controls", "k.bc", "-o", "k.spv"],
     )
-    try:
-        log = ch.run(
-            "asahi_clc",
-            ["asahi_clc", "k.spv", "k.h", "k.c"],
-            {"AGX_LISTING": "1", "AGX_MESA_DEBUG": "shaderdb,internal"},
-        )
-    except Fail as e:
-        raise Fail(e.stage, f"{e}\n" + hints(str(e), a.opt)) from e
-    return log
-
-
-# Patterns of Mesa's messages, and hints for the kernel's author, because Mesa knows no source lines.
-HINTS = (
-    (
-        r"vars_to_scratch",
-        "a private array that stays an array: in --O1 and --O2 Mesa often cannot take it; try --O0, or unroll the "
-        "loops over it",
-    ),
-    (
-        r"(?<!vars_to_)deref",
-        "often a class object or pointer kept in private memory (--O1 removes most), or a pointer chosen at run "
-        "time between two arrays",
-    ),
-    (
-        r"Unhandled ALU op (\w+)|unhandled alu",
-        "an operation that Mesa has no instruction for; look for 64-bit or double arithmetic",
-    ),
-    (r"stack_size", "more private memory than a thread can have"),
-    (
-        r"halfregs|Register count|max_regs|spill",
-        "too many registers, and spilling failed: fewer accumulators or a smaller tile",
-    ),
-    (
-        r"[Uu]nstructured|merge|cfg|Loop",
-        "a loop or goto that does not nest: try without `break` or `continue` inside an unrolled loop",
-    ),
-    (r"textures are not supported", "textures are not supported"),
-)
-
-
-def hints(msg, opt):
-    """Returns hints for a message of Mesa: its cause in the kernel, and the next step."""
-    out = [f"hint: {h}" for r, h in HINTS if re.search(r, msg)][:2]
-    if opt < 2:
-        out.append(f"hint: Mesa could not take this with -O{opt}; try " + ("--O1 or " if opt == 0 else "") + "--O2")
-    out.append("hint: to find the statement, cut the kernel down, or look at k.clcpp and k.ll left by --keep DIR")
-    return "\n".join(out)
+    listing = {"AGX_LISTING": "1", "AGX_MESA_DEBUG": "shaderdb,internal"}
+    return ch.run("asahi_clc", ["asahi_clc", "k.spv", "k.h", "k.c"], listing)

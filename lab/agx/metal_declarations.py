@@ -9,7 +9,7 @@ class Decl:
     def __init__(self, toks):
         self.toks = toks
         self.names, self.uses, self.keep = set(), set(), False
-        self.kernel = self.inst = self.oper = self.isusing = False
+        self.kernel = self.inst = self.oper = False
         self.kids = None  # the declarations inside a namespace
         self.owner = None  # the class, for a member that is defined outside of its class
 
@@ -118,7 +118,6 @@ def describe(d):
             d.names.add(s[i + 1].s)
         else:  # using a::b;
             d.names.add([t.s for t in s if t.k == "id"][-1])
-            d.isusing = True
         return
     if i < len(s) and s[i].s == "static_assert":
         return

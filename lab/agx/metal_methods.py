@@ -10,7 +10,7 @@ def fix_methods(toks):
 
     In Metal, a member function without an address space accepts objects in thread memory. In C++ for OpenCL it accepts
     objects in the generic address space, and a pointer to the generic space does not convert back to a pointer to
-    thread memory. Constructors lose their address space, because constructors that the compiler generates are generic.
+    thread memory. Constructors that the compiler generates are generic, so the other constructors must be generic, too.
     """
     add, drop = {}, set()
     for i, t in enumerate(toks):
@@ -162,21 +162,13 @@ POS = {
     "simdgroup_index_in_threadgroup": "get_sub_group_id(), 0, 0",
     "quadgroup_index_in_threadgroup": "(get_local_linear_id() >> 2), 0, 0",
     "thread_index_in_quadgroup": "(get_sub_group_local_id() & 3), 0, 0",
-    "quadgroup_index_in_simdgroup": "(get_sub_group_local_id() >> 2), 0, 0",
-    "threads_per_simdgroup": "32, 1, 1",
-    "thread_execution_width": "32, 1, 1",
 }
 
 
 # Values that are unknown until a launch. They become extra arguments, so that the compiler cannot fold them.
 LAUNCH = {
     "threads_per_threadgroup": 3,
-    "dispatch_threads_per_threadgroup": 3,
     "threads_per_grid": 3,
     "threadgroups_per_grid": 3,
     "simdgroups_per_threadgroup": 1,
-    "dispatch_simdgroups_per_threadgroup": 1,
-    "quadgroups_per_threadgroup": 1,
-    "grid_origin": 3,
-    "grid_size": 3,
 }

@@ -16,8 +16,8 @@ def function_constants(text):
     return set(re.findall(r"\b(\w+)\s*\[\[\s*function_constant\s*\(", text))
 
 
-def rewrite(text, entry=None, threads=(128, 1, 1), tg=None, fc=None, notes=None, shim="msl_shim.h"):
-    """Returns the rewritten kernel, its host name and its name."""
+def rewrite(text, entry=None, threads=(128, 1, 1), tg=None, fc=None, notes=None):
+    """Returns the rewritten kernel and its host name."""
     opts = SimpleNamespace(threads=threads, tg=tg or {}, notes=notes if notes is not None else [])
     fc = fc or {}
     sys.setrecursionlimit(10000)
@@ -132,7 +132,7 @@ def rewrite(text, entry=None, threads=(128, 1, 1), tg=None, fc=None, notes=None,
     flat = fix_vectors(fix_methods(flat), names)
     res = txt(flat)
     res = re.sub(r"is_function_constant_defined\s*\(\s*(\w+)\s*\)", r"msl_fc_\1", res)
-    return f'#include "{shim}"\n' + res, host, name
+    return '#include "msl_shim.h"\n' + res, host
 
 
 def parse_threads(s):

@@ -12,7 +12,7 @@ class Err(Exception):
 INC = re.compile(r'^[ \t]*#[ \t]*(include|import)[ \t]*([<"])([^>"]+)[>"].*$')
 
 
-def flatten(path, folders, notes=None, _including=()):
+def flatten(path, folders, _including=()):
     """Returns a file's text with its local includes pasted in. Includes of Apple's headers <metal_...> are dropped.
 
     A header is pasted at each of its includes, because the preprocessor may drop the branch with the first include. A
@@ -44,7 +44,7 @@ def flatten(path, folders, notes=None, _including=()):
         elif os.path.realpath(hit) in (*_including, real):
             out.append("")
         else:
-            out += [flatten(hit, folders, notes, (*_including, real)), f'# {number + 1} "{shown}"']
+            out += [flatten(hit, folders, (*_including, real)), f'# {number + 1} "{shown}"']
     if is_once:
         guard = "MSL_ONCE_" + re.sub(r"\W", "_", real)
         out = [f"#ifndef {guard}", f"#define {guard}", *out, "#endif"]
@@ -79,11 +79,7 @@ class T:
 
 
 def lex(text):
-    return (
-        [T(m.lastgroup, m.group()) for m in TOK.finditer(text) if m.lastgroup != "com"]
-        if "/*" in text or "//" in text
-        else [T(m.lastgroup, m.group()) for m in TOK.finditer(text)]
-    )
+    return [T(m.lastgroup, m.group()) for m in TOK.finditer(text) if m.lastgroup != "com"]
 
 
 def sig(toks):
@@ -111,7 +107,7 @@ OPEN = {"(": ")", "[": "]", "{": "}"}
 def match(toks, i, hi=None):
     """Returns the index of the bracket that closes toks[i]."""
     hi = len(toks) if hi is None else hi
-    _want, stack = OPEN[toks[i].s], []
+    stack = []
     for j in range(i, hi):
         if toks[j].k != "op":
             continue
@@ -191,6 +187,3 @@ def attrs(toks):
 
 
 CLASSY = {"struct", "class", "union", "enum"}
-
-
-NOTNAME = {"__attribute__", "decltype", "alignas", "sizeof", "static_assert", "operator", "__declspec"}

@@ -16,9 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ SHARED_BODIES = {
 }
 # Limit of the instructions in an experts kernel's hot loop, as a multiple of those of the kernel with the same body.
 MOST_OF_SHARED_BODY = 1.02
+HELD = "held"
 LIST_KERNELS = """
 #include <cstdio>
 #include "kernels/shared/kernel_list.h"
@@ -110,31 +111,8 @@ class Case:
         }
 
 
-@dataclass(frozen=True)
-class Figures:
-    """The counts of one kernel, per weight and lane."""
-
-    kernel: str
-    weight_format: str
-    dtype: str
-    group_size: int
-    levels: int
-    rows: int
-    instructions: float
-    instructions_all: float
-    converts: float
-    complex_cycles: float
-    matrix_clocks: float
-    estimate: float
-    estimate_all: float
-    load_bytes: float
-    estimate_per_mma: float
-    estimate_over_matrix: float
-    half_registers: int
-    spills: int
-    loop_bytes: int
-    code_bytes: int
-    missed: tuple[str, ...] = ()
+# A line of the table: the value of each column.
+Row = dict[str, Any]
 
 
 def usual_group(weight_format: str) -> int:
@@ -142,10 +120,10 @@ def usual_group(weight_format: str) -> int:
 
 
 def forms(dtype: str) -> Iterator[tuple[str, int, int]]:
-    """Yields each format with the group sizes and levels of scales that the model supports.
+    """Yields the formats to count, each with a group size and the levels of its scales.
 
-    With bf16 and fp32 activations, only one format of each kind of codes wider than 4 bits is yielded, and no format
-    with two levels of scales.
+    With bf16 and fp32 activations, it yields all formats of 4-bit codes, one format of every other kind of codes, and
+    no scales of two levels.
     """
     kinds = set()
     for weight_format, traits in WEIGHT_FORMATS.items():
@@ -192,17 +170,7 @@ def staged_kernels() -> Iterator[tuple[str, str, tuple[int, int, int], int]]:
     """Yields library, name, tile and threads of each kernel with a tile in its name, as kernel_list.h lists them."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "kernels"
-        compiler = [
-            os.environ.get("CXX", "c++"),
-            "-std=c++20",
-            "-I",
-            str(ROOT),
-            "-x",
-            "c++",
-            "-",
-            "-o",
-            str(program),
-        ]
+        compiler = [os.environ.get("CXX", "c++"), "-std=c++20", "-I", str(ROOT), "-x", "c++", "-", "-o", str(program)]
         subprocess.run(compiler, input=LIST_KERNELS, text=True, check=True)
         listed = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split("\n")
     threads = {line.split()[1]: int(line.split()[2]) for line in listed if line.startswith("tile ")}
@@ -234,27 +202,34 @@ def measure_all(folder: Path, chosen: Iterable[Case]) -> list[dict[str, Any] | s
         return list(pool.map(lambda case: measure(folder, case), chosen))
 
 
+def defines(constants: dict[str, int]) -> list[str]:
+    """Returns the options that give function constants their values."""
+    return [argument for name, value in constants.items() for argument in ("-D", f"{name}={value}")]
+
+
+def run_tool(folder: Path, source: str, entry: str, threads: int | str, *options: str) -> dict[str, Any]:
+    """Returns the tool's counts of one kernel of a source below `folder`.
+
+    Raises:
+        RuntimeError: the tool fails. The message has the kernel and the tool's last line.
+    """
+    command = [sys.executable, str(AGXSTAT), source, "-I", ".", "--entry", entry, "--threads", str(threads), *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{entry}: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+    counted: dict[str, Any] = json.loads(done.stdout)
+    return counted
+
+
 @cache
 def measure(folder: Path, case: Case) -> dict[str, Any] | str:
     """Returns the tool's counts for one kernel, or the tool's error message."""
     entry = f"{case.kernel}_{case.weight_format}_{case.dtype}"
-    command = [
-        sys.executable,
-        str(AGXSTAT),
-        str(folder / f"kernels/{case.library}.metal"),
-        "-I",
-        str(folder),
-        "--entry",
-        entry,
-        "--threads",
-        str(case.threads),
-    ]
-    command += [argument for name, value in case.constants().items() for argument in ("-D", f"{name}={value}")]
-    done = subprocess.run([*command, "--O1"], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        return f"{entry}: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
-    counted: dict[str, Any] = json.loads(done.stdout)
-    return counted
+    try:
+        source = f"kernels/{case.library}.metal"
+        return run_tool(folder, source, entry, case.threads, *defines(case.constants()), "--O1")
+    except RuntimeError as error:
+        return str(error)
 
 
 def shared_body(case: Case) -> Case | None:
@@ -265,7 +240,7 @@ def shared_body(case: Case) -> Case | None:
     return replace(case, kernel=kernel, library=library)
 
 
-def count(folder: Path, case: Case) -> Figures | str:
+def count(folder: Path, case: Case) -> Row | str:
     counted = measure(folder, case)
     if isinstance(counted, str):
         return counted
@@ -275,7 +250,7 @@ def count(folder: Path, case: Case) -> Figures | str:
     shared = measure(folder, body)
     if isinstance(shared, str):
         return shared
-    return figures(case, counted, most_instructions=MOST_OF_SHARED_BODY * figures(body, shared).instructions)
+    return figures(case, counted, MOST_OF_SHARED_BODY * figures(body, shared)["instr."])
 
 
 @dataclass(frozen=True)
@@ -306,7 +281,7 @@ class Loops:
         return cls(hot, tuple(same), outer)
 
 
-def figures(case: Case, counted: dict[str, Any], most_instructions: float | None = None) -> Figures:
+def figures(case: Case, counted: dict[str, Any], most_instructions: float | None = None) -> Row:
     """Returns the counts of the hot loop, plus a share of the counts of the loop around it.
 
     Args:
@@ -326,103 +301,70 @@ def figures(case: Case, counted: dict[str, Any], most_instructions: float | None
         return float(hot[name] + (outer[name] - sum(o[name] for o in loops.innermost)) / trips) / case.weights
 
     matrix = hot["matrix_cycles"]
-    result = Figures(
-        kernel=case.kernel,
-        weight_format=case.weight_format,
-        dtype=case.dtype,
-        group_size=case.group_size,
-        levels=case.levels,
-        rows=case.rows,
-        instructions=hot["instructions"] / case.weights,
-        instructions_all=whole("instructions"),
-        converts=hot["converts"] / case.weights,
-        complex_cycles=hot["ic_cycles"] / case.weights,
-        matrix_clocks=matrix / case.weights,
-        estimate=hot["est_cycles"] / case.weights,
-        estimate_all=whole("est_cycles"),
-        load_bytes=hot["device_load_bytes"] / case.weights,
-        estimate_per_mma=hot["est_cycles"] / hot["matrix_ops"] if matrix else 0.0,
-        estimate_over_matrix=hot["est_cycles"] / matrix if matrix else 0.0,
-        half_registers=counted["half_registers"],
-        spills=counted["spills"] + counted["fills"],
-        loop_bytes=hot["code_bytes"],
-        code_bytes=counted["code_bytes"],
-    )
-    return replace(result, missed=tuple(missed_bars(case, result, most_instructions)))
+    row: Row = {
+        "kernel": case.kernel,
+        "format": case.weight_format,
+        "activations": case.dtype,
+        "group": case.group_size,
+        "levels": case.levels,
+        "rows": case.rows,
+        "instr.": hot["instructions"] / case.weights,
+        "instr. all": whole("instructions"),
+        "conv.": hot["converts"] / case.weights,
+        "complex cycles": hot["ic_cycles"] / case.weights,
+        "matrix clocks": matrix / case.weights,
+        "estimate": hot["est_cycles"] / case.weights,
+        "estimate all": whole("est_cycles"),
+        "load bytes": hot["device_load_bytes"] / case.weights,
+        "est. per MMA": hot["est_cycles"] / hot["matrix_ops"] if matrix else 0.0,
+        "est. / matrix": hot["est_cycles"] / matrix if matrix else 0.0,
+        "half-regs": counted["half_registers"],
+        "spills": counted["spills"] + counted["fills"],
+        "loop bytes": hot["code_bytes"],
+        "code bytes": counted["code_bytes"],
+    }
+    return row | {"bars": "; ".join(missed_bars(case, row, most_instructions)) or HELD}
 
 
-def missed_bars(case: Case, got: Figures, most_instructions: float | None) -> Iterator[str]:
+def missed_bars(case: Case, row: Row, most_instructions: float | None) -> Iterator[str]:
     """Yields the limits that a case exceeds.
 
     Limits of gemv apply only to fp16 in groups of 64 or of the format's fixed size.
     """
     kind = {"integer": f"int{case.traits.code_bits}"}.get(case.traits.code_kind, case.traits.code_kind)
-    bars: dict[str, tuple[float, Callable[[Figures], float]]] = {
-        "spills": (MOST_SPILLS.get(case.kernel, 0), lambda f: f.spills)
-    }
+    bars: dict[str, float] = {"spills": MOST_SPILLS.get(case.kernel, 0)}
     if most_instructions is not None:
-        bars["instructions"] = (most_instructions, lambda f: f.instructions)
+        bars["instr."] = most_instructions
     is_usual = case.dtype == "float16" and case.group_size == usual_group(case.weight_format)
     if case.kernel == "gemv" and kind in ONE_ROW and is_usual:
-        most, complex_cycles = ONE_ROW[kind]
-        bars["converts"] = (0, lambda f: f.converts)
+        bars["conv."] = 0
         if case.rows == 1:
-            bars["instructions"] = (most, lambda f: f.instructions)
-            bars["complex-unit cycles"] = (complex_cycles, lambda f: f.complex_cycles)
-            bars["half-registers"] = (104, lambda f: f.half_registers)
+            bars["instr."], bars["complex cycles"] = ONE_ROW[kind]
+            bars["half-regs"] = 104
         if case.rows == 4 and kind == "int4":
-            bars["instructions"] = (5.2, lambda f: f.instructions)
+            bars["instr."] = 5.2
     if case.kernel == "gemm_fused":
-        bars["half-registers"] = (208, lambda f: f.half_registers)
-        bars["bytes of the loop"] = (12 * 1024, lambda f: f.loop_bytes)
+        bars["half-regs"] = 208
+        bars["loop bytes"] = 12 * 1024
         ratio = {"int4": {8: 1.40, 16: 1.28, 32: 1.20}, "e2m1": {8: 1.60, 16: 1.40, 32: 1.25}}.get(kind, {})
         if case.rows in ratio:
-            bars["estimate / matrix"] = (ratio[case.rows], lambda f: f.estimate_over_matrix)
-    for name, (limit, value) in bars.items():
-        if round(value(got), 3) > limit:
-            yield f"{name} {value(got):.2f} > {limit:g}"
+            bars["est. / matrix"] = ratio[case.rows]
+    for name, limit in bars.items():
+        if round(row[name], 3) > limit:
+            yield f"{name} {row[name]:.2f} > {limit:g}"
 
 
-COLUMNS: dict[str, Callable[[Figures], str]] = {
-    "kernel": lambda f: f.kernel,
-    "format": lambda f: f.weight_format,
-    "activations": lambda f: f.dtype,
-    "group": lambda f: str(f.group_size),
-    "levels": lambda f: str(f.levels),
-    "rows": lambda f: str(f.rows),
-    "instr.": lambda f: f"{f.instructions:.2f}",
-    "instr. all": lambda f: f"{f.instructions_all:.2f}",
-    "conv.": lambda f: f"{f.converts:.2f}",
-    "complex cycles": lambda f: f"{f.complex_cycles:.2f}",
-    "matrix clocks": lambda f: f"{f.matrix_clocks:.2f}",
-    "estimate": lambda f: f"{f.estimate:.2f}",
-    "estimate all": lambda f: f"{f.estimate_all:.2f}",
-    "load bytes": lambda f: f"{f.load_bytes:.2f}",
-    "est. per MMA": lambda f: f"{f.estimate_per_mma:.1f}",
-    "est. / matrix": lambda f: f"{f.estimate_over_matrix:.3f}",
-    "half-regs": lambda f: str(f.half_registers),
-    "spills": lambda f: str(f.spills),
-    "loop bytes": lambda f: str(f.loop_bytes),
-    "code bytes": lambda f: str(f.code_bytes),
-    "bars": lambda f: "; ".join(f.missed) or "held",
-}
-
-
-def print_table(rows: list[Figures], markdown: bool) -> None:
-    cells = [list(COLUMNS), *([show(row) for show in COLUMNS.values()] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
-    if markdown:
-        cells.insert(1, ["-" * width for width in widths])
+def print_table(rows: list[Row]) -> None:
+    cells = [list(rows[0])] if rows else []
+    cells += [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
-        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        print("| " + " | ".join(padded) + " |" if markdown else "  ".join(padded).rstrip())
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="kernels whose host name contains this")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     if not is_set_up():
         print("instructions.py: the compiler is not here: run sh lab/agx/setup.sh", file=sys.stderr)
@@ -435,15 +377,12 @@ def main() -> int:
         bodies = [body for body in map(shared_body, chosen) if body is not None]
         measure_all(Path(folder), dict.fromkeys([*chosen, *bodies]))
         counted = [count(Path(folder), case) for case in chosen]
-    rows = [row for row in counted if isinstance(row, Figures)]
+    rows = [row for row in counted if isinstance(row, dict)]
     failures = [row for row in counted if isinstance(row, str)]
-    if options.json:
-        print(json.dumps({"kernels": [asdict(row) for row in rows], "failures": failures}, indent=1))
-    else:
-        print_table(rows, options.markdown)
-        print(*failures, sep="\n", end="\n" if failures else "")
-        print(*(f"not counted, see UNCOUNTED: {c.kernel}_{c.weight_format}" for c in left_out), sep="\n")
-    return 1 if failures or any(row.missed for row in rows) else 0
+    print_table(rows)
+    print(*failures, sep="\n", end="\n" if failures else "")
+    print(*(f"not counted, see UNCOUNTED: {c.kernel}_{c.weight_format}" for c in left_out), sep="\n")
+    return 1 if failures or any(row["bars"] != HELD for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -143,15 +143,12 @@ def count() -> list[KernelCounts]:
         return [found for dtype in DTYPES for found in counted_rows(dtype, folder, largest_loops)]
 
 
-def write_or_check(found: list[KernelCounts], *, kernel: str, check: bool) -> int:
+def write_or_check(found: list[KernelCounts], *, is_tensor: bool, check: bool) -> int:
     """Replaces rows of the stored table by the counted rows, or with `check` compares both.
 
-    If `kernel` is "gemm_tensor", these are the rows of gemm_tensor, otherwise those of all other kernels.
-
-    Returns:
-        The exit code: 1 if compared rows differ.
+    These are the rows of gemm_tensor if `is_tensor` is true, otherwise those of all other kernels. Returns the exit
+    code: 1 if compared rows differ.
     """
-    is_tensor = kernel == "gemm_tensor"
     if not check:
         store([row for row in rows() if (row.kernel == "gemm_tensor") != is_tensor] + found)
         return 0
@@ -172,7 +169,7 @@ def main() -> int:
         return 2
     found = count()
     if options.check or options.write:
-        return write_or_check(found, kernel="all others", check=options.check)
+        return write_or_check(found, is_tensor=False, check=options.check)
     print(*found, sep="\n")
     return 0
 

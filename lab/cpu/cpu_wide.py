@@ -272,24 +272,37 @@ def count(ggml: Ggml, record: Record, kernels: list[str] | None) -> None:
                 print(f"{isa}, {M} rows {dtype}, {name}: {counts}", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, required=True, help="ggml's libraries, in a folder for each set")
+def parser_of(description: str | None, rows: tuple[int, ...], budget: float) -> argparse.ArgumentParser:
+    """Returns a parser with the options of a program that measures on several instruction sets."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", type=Path, help="ggml's libraries, in a folder for each set")
     parser.add_argument("--isas", nargs="+", default=["avx2", "avx512"], choices=list(LIMITS))
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--rows", type=int, nargs="+", default=list(rows))
     parser.add_argument("--shape", default="4096x11008", metavar="KxN")
-    parser.add_argument("--budget", type=float, default=3.0, help="seconds for each line")
-    parser.add_argument("--count", action="store_true", help="counts instructions instead of measuring times")
-    parser.add_argument("--kernels", nargs="+", metavar="NAME", help="counts only these, such as 'mxfp8 g32'")
+    parser.add_argument("--budget", type=float, default=budget, help="seconds for each line")
     parser.add_argument("--record", type=Path, help="file to which the results are appended")
     parser.add_argument("--within", choices=list(LIMITS), help=argparse.SUPPRESS)  # the process of an instruction set
+    return parser
+
+
+def run_on_each(module: str, arguments: argparse.Namespace) -> None:
+    """Runs this program again for each instruction set, in a process that is limited to it."""
+    if arguments.library is None:
+        sys.exit(f"{module}: --library: expected a folder with ggml's libraries")
+    for isa in arguments.isas:
+        limits = {"TORCH_MARLIN_METAL_CPU_ISA": isa, **LIMITS[isa]}
+        command = [sys.executable, "-m", module, *sys.argv[1:], "--within", isa]
+        subprocess.run(command, check=True, env={**os.environ, **limits})
+
+
+def main() -> None:
+    parser = parser_of(__doc__, ROWS, 3.0)
+    parser.add_argument("--count", action="store_true", help="counts instructions instead of measuring times")
+    parser.add_argument("--kernels", nargs="+", metavar="NAME", help="counts only these, such as 'mxfp8 g32'")
     arguments = parser.parse_args()
     if arguments.within is None:
-        for isa in arguments.isas:
-            limits = {"TORCH_MARLIN_METAL_CPU_ISA": isa, **LIMITS[isa]}
-            command = [sys.executable, "-m", "lab.cpu.cpu_wide", *sys.argv[1:], "--within", isa]
-            subprocess.run(command, check=True, env={**os.environ, **limits})
+        run_on_each("lab.cpu.cpu_wide", arguments)
         return
     K, N = (int(size) for size in arguments.shape.split("x"))
     ggml = Ggml(arguments.library / arguments.within, 1 if arguments.count else max(arguments.threads))

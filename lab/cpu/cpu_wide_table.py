@@ -16,10 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lab.cpu.cpu_wide import ONE_LEVEL, QUANTIZED
+from lab.cpu.cpu_wide import ONE_LEVEL
 from scripts.page_section import section
 
-FOUR_BITS = "uint4b8 g128"
 PAGE = Path(__file__).with_name("cpu_wide.md")
 MEMORY, UNIT, MORE, CACHED, BOTH = 0.85, 0.7, 1.05, 0.7, 0.9  # the borders of `reason`
 ISAS = {"avx2": "AVX2", "avx512": "AVX-512", "amx": "AMX"}
@@ -135,24 +134,6 @@ def instructions(lines: list[Line], counts: Counts) -> str:
     return table(["", "rows", *names], rows)
 
 
-def beside_4_bits(lines: list[Line]) -> str:
-    """Returns a table of one-row products: each format's share of a plain read divided by the share of `uint4b8`."""
-    shares = {
-        (ISAS[line["isa"]], line["threads"], line["a"], line["weight"]): line["bytes"] / line["us"] / line["read"]
-        for line in lines
-        if line["M"] == 1
-    }
-    names = [name for name in QUANTIZED if name != FOUR_BITS]
-    return table(
-        ["", *names],
-        [
-            [f"{isa}, {threads}, {a}", *(f"{shares[isa, threads, a, name] / share:.2f}" for name in names)]
-            for (isa, threads, a, weight), share in shares.items()
-            if weight == FOUR_BITS
-        ],
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("times", type=Path)
@@ -165,18 +146,12 @@ def main() -> None:
         letters = {rival: reason(line, counts, rival) for rival, ratio in cells if ratio < 1 and rival != ONE_LEVEL}
         return ", ".join(f"{ratio:.2f} {letters.get(rival, '')}".strip() for rival, ratio in cells)
 
-    def shares(line: Line) -> str:
-        rate = line["bytes"] / line["us"] * 1e6 / line["read"]
-        return f"{rate:.2f}, {product_us(counts, line) / line['us']:.2f}, {line['cached_us'] / line['us']:.2f}"
-
     found = [ratio for line in lines for rival, ratio in line["ratios"].items() if rival != ONE_LEVEL]
     below = sum(ratio < 1 for ratio in found)
     sections = {
         f"Rivals: {below} of {len(found)} cells are below 1.0": summary(lines, counts),
         "All cells": by_weight(lines, ratios),
-        "Profile: shares of a plain read, of the unit and of the caches": by_weight(lines, shares),
         "Profile: instructions for each weight": instructions(lines, counts),
-        f"One row: shares of a plain read, divided by the share of {FOUR_BITS}": beside_4_bits(lines),
     }
     section(PAGE, "lab.cpu.cpu_wide_table", "\n".join(f"## {title}\n\n{body}" for title, body in sections.items()))
 

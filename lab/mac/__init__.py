@@ -1,1 +1,1 @@
-"""Measurements on a Mac that compare this package with other projects."""
+"""Measurements on a Mac, beside the model and other projects."""

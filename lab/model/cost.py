@@ -68,7 +68,7 @@ def cost(tiling: Tiling, problem: Problem, gpu: AppleSiliconGPU) -> PlanCost:
     total = PlanCost()
     for m_begin, rows, count in tiling.row_blocks(problem.M):
         load = product_load(tiling, problem, gpu, rows, m_begin, count)
-        total.dispatches.append(_costed(load, gpu, tiling.kernel))
+        total.dispatches.append(costed(load, gpu, tiling.kernel))
     shares = np.asarray(tiling.splits) > 1
     if shares.any() or tiling.stripes_share_tiles:
         reduction = _reduce(tiling, problem, gpu)
@@ -78,7 +78,7 @@ def cost(tiling: Tiling, problem: Problem, gpu: AppleSiliconGPU) -> PlanCost:
     return total
 
 
-def _costed(load: KernelLoad, gpu: AppleSiliconGPU, kernel: str) -> DispatchCost:
+def costed(load: KernelLoad, gpu: AppleSiliconGPU, kernel: str) -> DispatchCost:
     """Returns the cost of a load. If the load's fields are numbers, not arrays, the cost has bound and occupancy."""
     found = kernel_cost(load, gpu, kernel)
     is_scalar = np.ndim(found.seconds) == 0

@@ -2,11 +2,13 @@
 
 The instructions are counted in code that Mesa's compiler generates for the M1's GPU (-O1; aligned tensors, no options).
 The counts are static: an instruction that only some steps execute, such as one at the end of a group in a staged
-kernel, is counted in every step. Only gemv, fused and their variants for experts are counted with all activations; for
-the other kernels, the counts with float16 are used for all activations. `lab/counting/kernel_counts.py --write` makes
-the table except the rows of gemm_tensor, because no tool compiles for tensor units.
-`lab/counting/tensor_instructions.py --write` makes those rows from code in which other instructions replace each
-product. These instructions are subtracted from the counts, but the registers include them.
+kernel, is counted in every step.
+
+`lab/counting/kernel_counts.py --write` counts gemv, fused and their variants for experts with all activations. It
+counts the other kernels with float16, and the model uses these counts for all activations.
+
+No tool compiles for tensor units, so `lab/counting/tensor_instructions.py --write` counts gemm_tensor in code in which
+other instructions replace each product. They are subtracted from the counts, but the registers include them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.model.cost import PlanCost, elementwise_cost, load_without_bytes
+from lab.model.cost import PlanCost, costed, elementwise_cost, load_without_bytes
 from lab.model.geometry import (
     BLOCK,
     FUSED_COLUMNS,
@@ -27,7 +27,7 @@ from lab.model.geometry import (
     ceil_divide,
     most_simdgroups,
 )
-from lab.model.kernel import DispatchCost, KernelLoad, kernel_cost, occupancy, reads, stays
+from lab.model.kernel import DispatchCost, KernelLoad, reads, stays
 from lab.model.problems import ExpertsProblem, Tiling
 from lab.model.tilings import (
     AUTOMATIC_TENSOR_ROWS,
@@ -127,11 +127,6 @@ def _combines(tiling: Tiling, problem: ExpertsProblem) -> bool:
     return problem.combines_products and tiling.kernel != "moe_gemv_reduce"
 
 
-def _costed(load: KernelLoad, gpu: AppleSiliconGPU, kernel: str) -> DispatchCost:
-    found = kernel_cost(load, gpu, kernel)
-    return found.scalar(gpu, occupancy(load, gpu)) if np.ndim(found.seconds) == 0 else found
-
-
 def _sort(problem: ExpertsProblem, gpu: AppleSiliconGPU) -> DispatchCost:
     pairs = problem.product.M
     passes = ceil_divide(problem.experts + 1, MOE_SORT_THREADS)
@@ -148,7 +143,7 @@ def _sort(problem: ExpertsProblem, gpu: AppleSiliconGPU) -> DispatchCost:
         dram_bytes=ids + 4.0 * pairs,
         l2_bytes=2 * passes * ids + 4.0 * pairs,
     )
-    return _costed(load, gpu, "moe_sort")
+    return costed(load, gpu, "moe_sort")
 
 
 def _average_load(tiling: Tiling, problem: ExpertsProblem, routing: Routing, gpu: AppleSiliconGPU) -> KernelLoad:
@@ -191,7 +186,7 @@ def _products(tiling: Tiling, problem: ExpertsProblem, gpu: AppleSiliconGPU) -> 
         routing.experts * reads(product.weight_bytes, times, gpu) + reads(distinct, rows / distinct, gpu) + written
     )
     load.l2_bytes = routing.blocks * product.weight_bytes + columns * rows + written
-    return _costed(load, gpu, tiling.kernel)
+    return costed(load, gpu, tiling.kernel)
 
 
 def _add_slots(load: KernelLoad, tiling: Tiling, problem: ExpertsProblem) -> None:
@@ -231,11 +226,6 @@ def _fits_32_bits(problem: ExpertsProblem) -> bool:
 
 def expert_families(problem: ExpertsProblem, gpu: AppleSiliconGPU, variant: str = "all") -> Iterator[Tiling]:
     """Yields the tilings of each tile. Tilings that differ only in how they split K are one `Tiling` with arrays.
-
-    Args:
-        problem: the products.
-        gpu: the GPU.
-        variant: "all", "auto", "gemv", "fused" or "tensor".
 
     Raises:
         ValueError: no variant for experts has this name.

@@ -120,8 +120,8 @@ def tensor_split(kernel: str, tile: tuple[int, int, int], problem: Problem, slic
 def _gemv(problem: Problem, gpu: AppleSiliconGPU) -> Iterator[Tiling]:
     """Row blocks of all sizes are candidates.
 
-    If the columns are few, more and smaller blocks use more cores. A block with more rows than the problem may keep
-    more simdgroups resident.
+    If the columns are few, more and smaller blocks use more cores. A block with more rows than the problem has may keep
+    more simdgroups on a core.
     """
     slices = slices_between(1, max_slices(problem.K, GEMV_K, GEMV_MIN_SLICE))
     for rows in range(1, GEMV_MAX_ROWS + 1):
@@ -222,11 +222,6 @@ def _resident(row: Tiling, problem: Problem, gpu: AppleSiliconGPU) -> int:
 
 def gemm_families(problem: Problem, gpu: AppleSiliconGPU, variant: str = "all") -> Iterator[Tiling]:
     """Yields the tilings of each tile. Tilings that differ only in how they split K are one `Tiling` with arrays.
-
-    Args:
-        problem: the product.
-        gpu: the GPU.
-        variant: the name of a variant, "all", or "auto" for the variants that need no measurement.
 
     Raises:
         ValueError: no variant has this name.

@@ -8,13 +8,7 @@ assumes.
 """
 
 import argparse
-import json
-import re
-import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lab.counting.instructions import readable_copy, run_tool
 from lab.model.kernel import DISPATCH_SECONDS
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
-ROOT = Path(__file__).resolve().parents[2]
-AGXSTAT = ROOT / "lab" / "agx" / "agxstat.py"
 TYPES = ("float16", "bfloat16", "float32")
 # Clocks of a scheduler for one matrix product, as in the counting tool. Other instructions take one issue slot.
 MATRIX_CLOCKS = 17
@@ -55,36 +48,6 @@ class Work:
         compute = heads * self.clocks / (gpu.cores * gpu.figures["schedulers"].value * gpu.clock_hz)
         memory = heads * self.dram_bytes / gpu.reachable_dram_bytes_per_second
         return max(compute, memory) + self.dispatches * DISPATCH_SECONDS
-
-
-def count(agxstat: Sequence[str], kernel: str, element: str, threads: int, shared: int = 0) -> dict[str, Any]:
-    """Returns the counts of one kernel, specialized for vector loads."""
-    with tempfile.TemporaryDirectory() as folder:
-        kernels = Path(folder) / "kernels"
-        shutil.copytree(ROOT / "kernels", kernels)
-        # The tool finds function constants by their declarations. A macro makes these declarations, so it is expanded
-        # here.
-        rows = re.findall(r"X\((\d+), (\w+), (\w+), \w+\)", (kernels / "shared/slots.h").read_text())
-        declared = "\n".join(f"constant {t} {name} [[function_constant({i})]];" for i, t, name in rows)
-        options = (kernels / "gemm/function_constants.h").read_text()
-        macro = re.compile(r"#define MARLIN_DECLARE_CONSTANT.*?#undef MARLIN_DECLARE_CONSTANT", re.DOTALL)
-        (kernels / "gemm/function_constants.h").write_text(macro.sub(declared, options))
-        command = [
-            *agxstat,
-            str(kernels / f"mlstm/{kernel.removeprefix('mlstm_')}.metal"),
-            "-I",
-            folder,
-            "--threads",
-            str(threads),
-        ]
-        command += ["-D", "vector_activations=1", "-D", "vector_columns=1"]
-        command += ["--entry", kernel if kernel == "mlstm_gates" else f"{kernel}_{element}"]
-        command += ["--tg", f"0={shared}"] if shared else []
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(f"{kernel}: {' '.join(agxstat)} failed: {done.stdout}{done.stderr}")
-        result: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
-        return result
 
 
 def loop(counts: dict[str, Any], matrix_ops: int) -> dict[str, Any]:
@@ -138,7 +101,7 @@ def output_work(counts: dict[str, Any], S: int, DK: int, DV: int, chunk: int, el
     outermost = [x for x in counts["loops"] if x["depth"] == 0]
     straight = instructions(counts["total"]) - sum(instructions(x) for x in outermost)
     own_matrix = 40 * MATRIX_CLOCKS  # ten fragments on and below the diagonal, times four fragments of columns
-    decay_tokens = 98  # tokens whose decays are added up by the six fragment pairs of a block and its own keys
+    decay_tokens = 98  # tokens whose decays a block adds up over the six pairs of fragments of its own keys
 
     strips = -(-DV // BLOCK)
     groups = -(-strips // OUTPUT_SIMDGROUPS)
@@ -201,7 +164,6 @@ def traffic(chunk: int) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agxstat", default=f"{sys.executable} {AGXSTAT}", help="the counting command")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--key-size", type=int, default=256, dest="DK")
@@ -212,14 +174,22 @@ def main() -> None:
     S, DK, DV, chunk = arguments.tokens, arguments.DK, arguments.DV, arguments.chunk_size
     size = 4 if arguments.element == "float32" else 2
     shared = -(-chunk // BLOCK) * BLOCK * BLOCK * 4
-    command = arguments.agxstat.split()
     launches = {
         "mlstm_gates": (512, 0),
         "mlstm_states": (128, 0),
         "mlstm_output": (256, shared),
         "mlstm_step": (512, STEP_SIMDGROUPS * (STEP_COLUMNS + 1) * 4),
     }
-    counts = {name: count(command, name, arguments.element, *launch) for name, launch in launches.items()}
+    counts = {}
+    with tempfile.TemporaryDirectory() as name:
+        readable_copy(Path(name))
+        for kernel, (threads, memory) in launches.items():
+            entry = kernel if kernel == "mlstm_gates" else f"{kernel}_{arguments.element}"
+            options = ["-D", "vector_activations=1", "-D", "vector_columns=1"] + (
+                ["--tg", f"0={memory}"] if memory else []
+            )
+            source = f"kernels/mlstm/{kernel.removeprefix('mlstm_')}.metal"
+            counts[kernel] = run_tool(Path(name), source, entry, threads, *options)
     works = {
         "mlstm_gates": gates_work(counts["mlstm_gates"], S),
         "mlstm_states": states_work(counts["mlstm_states"], S, DK, DV, chunk, size),

@@ -1,7 +1,7 @@
 """Compares our predicted times with those of llama.cpp and MLX at 1 to 64 rows.
 
-    python -m lab.rivals              # the table of lab/notes/few-rows.md, about 20 seconds
-    python -m lab.rivals --write      # writes it there
+    python -m lab.rivals              # the tables of lab/notes/few-rows.md, about 20 seconds
+    python -m lab.rivals --write      # writes them there
     python -m lab.rivals --one-row    # for one row on every chip: our time without the launch / time of its bytes
 
 No kernel is executed. A cell is our time divided by the time of the fastest rival that reads files of the same format.
@@ -30,9 +30,6 @@ SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 EXPERTS, TOP_K = 8, 2
 MOST = 0.95
-LETTERS = {
-    "dram": "b", "l2": "c", "issue": "i", "complex": "x", "matrix": "m", "occupancy": "w", "launch": "n", "tensor": "t"
-}  # fmt: skip
 UNITS = {
     "dram": "bytes", "l2": "cache", "issue": "issue slots", "complex": "complex unit", "matrix": "matrix clocks",
     "occupancy": "waits", "launch": "launch", "tensor": "rate of tensor units",
@@ -113,11 +110,6 @@ class Cell:
         return "experts" if self.experts else "dense"
 
     @property
-    def letters(self) -> str:
-        """Returns two letters: what takes longest in our kernel, and in theirs."""
-        return LETTERS[self.ours.bound] + LETTERS[self.theirs.bound]
-
-    @property
     def reason(self) -> str:
         """Returns why the ratio is not lower."""
         ours, theirs = UNITS[self.ours.bound], UNITS[self.theirs.bound]
@@ -195,33 +187,9 @@ def above(found: list[Cell]) -> Iterator[str]:
             yield f"| {most:.2f} | {len(own)} | {forms} | {own[0].kind} | {rows} | {chips} | {own[0].reason} |"
 
 
-def _texts(own: list[Cell]) -> str:
-    """Joins the ratios of the shapes, each with its letters.
-
-    If all have the same letters, they appear once, at the end.
-    """
-    letters = [each.letters for each in own]
-    if len(set(letters)) == 1:
-        return " ".join(f"{each.ratio:.2f}" for each in own) + f" {letters[0]}"
-    return " ".join(f"{each.ratio:.2f}{text}" for each, text in zip(own, letters, strict=True))
-
-
-def everything(found: list[Cell]) -> Iterator[str]:
-    """Yields the table of all cells, with a line for each format, kind and chip."""
-    yield "| weights | kind | chip |" + "".join(f" {rows} |" for rows in ROWS) + "\n" + "|---" * (3 + len(ROWS)) + "|"
-    for (form, kind, chip), own in _grouped(found, "form kind chip").items():
-        columns = _grouped(own, "rows").values()
-        yield f"| {form} | {kind} | {chip} | " + " | ".join(map(_texts, columns)) + " |"
-
-
 def section() -> str:
     found = list(cells())
-    parts = (
-        ("", summary(found)),
-        ("### Cells above 0.95\n\n", above(found)),
-        ("### Every cell\n\n", everything(found)),
-    )
-    return "\n\n".join(title + "\n".join(lines) for title, lines in parts)
+    return "\n".join([*summary(found), "", "### Cells above 0.95", "", *above(found)])
 
 
 def one_row(form: Form, gpu: AppleSiliconGPU) -> float:

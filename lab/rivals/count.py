@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from lab.counting import instructions
 from lab.model import AppleSiliconGPU, Problem, Tiling
@@ -99,13 +96,8 @@ def counted(folder: Path, source: Source) -> Kernel:
     Raises:
         RuntimeError: the tool fails.
     """
-    path = folder / f"{source.header}.metal"
-    command = [sys.executable, str(instructions.AGXSTAT), str(path), "-I", str(folder), source.level]
-    command += ["--entry", source.entry, "--threads", source.threads]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{source.entry}: {done.stderr.strip().splitlines()[-1]}")
-    found: dict[str, Any] = json.loads(done.stdout)
+    options = (source.entry, source.threads, source.level)
+    found = instructions.run_tool(folder, f"{source.header}.metal", *options)
     # A second loop, for tiles at the edge, does the same work and checks its bounds.
     hot = min(
         (loop for loop in found["loops"] if loop["innermost"] and loop["device_load_bytes"]),

@@ -1,15 +1,14 @@
 """`python -m lab.token MODEL`: the operations of a decoded token before and after fusing, and its predicted time."""
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Group
 
-from lab.token.token import TokenOperations, trace_token
+from lab.token.token import trace_token
 from torch_marlin_metal.cli.arguments import Cores, Dtype, Format, Gpu, GroupSize, floating, gpu_of
-from torch_marlin_metal.cli.output import DONE, Json, reported, show
+from torch_marlin_metal.cli.output import DONE, reported, show
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -25,8 +24,6 @@ def trace(
     dispatch_us: Annotated[
         float | None, typer.Option(help="Microseconds of one dispatch; without it, the model.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the predicted times into this file.")] = None,
-    as_json: Json = False,
 ) -> int:
     """Counts the operations of a decoded token before and after fusing, and predicts its time on each chip.
 
@@ -41,30 +38,8 @@ def trace(
         context=context,
         dispatch_seconds=None if dispatch_us is None else dispatch_us / 1e6,
     )
-    if plot is not None:
-        found.plot(plot)
-    value = {
-        "model_type": found.model_type,
-        "layers": found.layers,
-        "sampled_layers": found.sampled,
-        "context": found.context,
-        "before": _side(found.before),
-        "after": _side(found.after),
-        "fused": found.fused.splitlines(),
-    }
-    show(value, Group(found.__rich__(), found.fused), as_json)
+    show({}, Group(found.__rich__(), found.fused), as_json=False)
     return DONE
-
-
-def _side(side: TokenOperations) -> dict[str, Any]:
-    return {
-        "operations": side.total,
-        "operations_of_a_layer": side.layer,
-        "kinds": side.kinds,
-        "cache_bytes": side.work.cache_bytes,
-        "products": [asdict(product) | {"count": count} for product, count in side.work.products.items()],
-        "seconds": {cost.gpu: asdict(cost) | {"seconds": cost.seconds} for cost in side.costs},
-    }
 
 
 app.command()(reported(trace))

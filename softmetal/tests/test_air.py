@@ -97,7 +97,6 @@ attributes #0 = {{ nounwind }}
 """
 
 
-@pytest.mark.parametrize("checked", [False, True])
 def test_threadgroup_memory_and_barrier(tmp_path: Path, checked: bool) -> None:
     kernel = load(save(tmp_path, {"reverse": reverse()}), "reverse").kernel("reverse")
     assert (kernel.static_threadgroup_bytes, kernel.max_total_threads) == (256, 64)

@@ -22,11 +22,15 @@ SHORT = (
     "affine_qmv_fast_float_gs_64_b_4_batch_0_pr_0_hgs_0_r_4",
     "affine_qmv_float16_t_gs_64_b_4_batch_0_pr_0_hgs_0_r_4",
     "affine_qmm_t_bfloat16_t_gs_64_b_4_alN_false_batch_0",
+    "affine_qvm_float_gs_64_b_4_batch_0",
+    "affine_qmm_n_float16_t_gs_64_b_4_batch_0",
     "affine_quantize_float16_t_gs_64_b_3",
     "nvfp4_qmv_fast_float16_t_gs_16_b_4_batch_0_pr_0_hgs_0_r_4",
     "mxfp4_qmm_t_float_gs_32_b_4_alN_true_batch_0",
+    "mxfp4_dequantize_bfloat16_t_gs_32_b_4_hgs_false",
     "steel_gemm_fused_tn_float16_float16_bm64_bn64_bk16_wm2_wn2",
     "gemv_bfloat16_bm4_bn1_sm1_sn32_tm4_tn4_nc0_axpby0",
+    "gemv_t_float32_bm1_bn2_sm8_sn4_tm4_tn4_nc0_axpby0",
     "sdpa_vector_float16_t_64_64",
     "block_softmax_precise_float16",
     "contig_scan_reverse_exclusive_logaddexp_float16_float16",
@@ -39,8 +43,6 @@ SHORT = (
     "vn_copyfloat16uint8",
     "mxfp4_gather_qmm_t_float16_t_gs_32_b_4_alN_false",
     "sdpa_vector_2pass_1_float16_t_128_128",
-    "implicit_gemm_conv_2d_general_float16_bm32_bn8_bk16_wm4_wn1",
-    "gemv_outmask_bool__opmask_bfloat16_bfloat16_bm2_bn1_sm4_sn8_tm4_tn4_nc0",
     "steel_segmented_mm_nt_float16_float16_bm32_bn32_bk16_wm2_wn2",
 )
 SHORT_REFERENCES = ("int4pack_mm_64_half", "naive_bmm_bfloat", "layer_norm_single_row_float")
@@ -141,23 +143,3 @@ def test_a_mistake_in_the_device_changes_the_results(mistake: Mistake) -> None:
     outcome = prove(mistake)
     assert outcome.error == ""
     assert outcome.differences
-
-
-def test_enough_kernels_of_every_family() -> None:
-    families = {c.family for c in CASES.values()}
-    assert len(CASES) >= 900
-    assert families >= {
-        "affine",
-        "fp_quantized",
-        "steel_gemm",
-        "gemv",
-        "softmax",
-        "scan",
-        "sort",
-        "reduce",
-        "attention",
-        "gather",
-        "convolution",
-        "masked",
-        "segmented",
-    }

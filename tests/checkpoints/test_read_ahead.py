@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -46,8 +47,13 @@ def small_pieces(monkeypatch) -> None:
         monkeypatch.setattr(read_ahead, name, size)
 
 
-def reading_threads() -> int:
-    return sum(thread.name.startswith(read_ahead.THREAD_NAME) for thread in threading.enumerate())
+@pytest.fixture
+def reading_threads() -> Callable[[], int]:
+    """Returns a function that counts the reading threads that this test started and that have not ended."""
+    before = set(threading.enumerate())
+    return lambda: sum(
+        thread.name.startswith(read_ahead.THREAD_NAME) for thread in threading.enumerate() if thread not in before
+    )
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6, 7, 8], [8, 0, 5, 1, 7, 2, 6, 3, 4]])
@@ -89,7 +95,7 @@ def test_memory_is_bounded(groups, monkeypatch) -> None:
     ahead.close()
 
 
-def test_closing_ends_the_threads(groups) -> None:
+def test_closing_ends_the_threads(groups, reading_threads) -> None:
     ahead = ReadAhead(groups, LIMIT)
     assert reading_threads() > 0
     ahead.close()
@@ -126,11 +132,12 @@ def test_a_file_that_became_shorter_gives_the_usual_error(directory) -> None:
     reader.read_ahead([0], LIMIT)
     with pytest.raises(convert.CheckpointError, match=r"the file ends after \d+ of its") as error:
         reader.read(0)
+    reader.stop_reading_ahead()
     assert str(error.value) == str(usual.value)
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_from_pretrained_reads_packed_layers_ahead(folder, monkeypatch) -> None:
+def test_from_pretrained_reads_packed_layers_ahead(folder, reading_threads, monkeypatch) -> None:
     asked: list[str] = []
     original = checkpoint.read_tensor
     monkeypatch.setattr(

@@ -371,3 +371,18 @@ def test_compressed_tensors_with_one_packed_zero_point_for_the_tensor(tmp_path, 
     writers.save(tmp_path, tensors, {"quantization_config": settings})
     (weight,) = convert.read_layers(tmp_path)
     np.testing.assert_array_equal(weight.dequantize().t(), (codes - zero) * scale)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (160, 1), (160, 8), (2, 2)])
+def test_int8_with_a_zero_point_for_each_scale(tmp_path, rng, rows, columns) -> None:
+    """One scale for the tensor, a row, a group of a row, or a block of 128 x 128, of which the last has 32 rows."""
+    codes = rng.integers(-128, 128, (160, 256)).astype(np.int8)
+    scales, zeros = rng.random((rows, columns)).astype(np.float32), rng.integers(-9, 9, (rows, columns))
+    tensors = {f"{LAYER}.weight": codes, f"{LAYER}.weight_scale": scales}
+    tensors[f"{LAYER}.weight_zero_point"] = zeros.astype(np.int8)
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    settings["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int"}}}
+    writers.save(tmp_path, tensors, {"quantization_config": settings})
+    size = 128 if rows == 2 else 160 // rows, 256 // columns
+    scale, zero = (part.repeat(size[0], 0).repeat(size[1], 1)[:160] for part in (scales, zeros))
+    np.testing.assert_array_equal(decode(tmp_path), (codes - zero).astype(np.float32) * scale)

@@ -10,9 +10,9 @@ import torch
 
 import torch_marlin_metal as tmm
 from tests.support import reference
+from tests.support.dispatches import longest_plan
 from tests.support.programs import run_python
 from torch_marlin_metal import tuning
-from torch_marlin_metal.extension import native
 
 OPS = torch.ops.torch_marlin_metal
 
@@ -22,10 +22,9 @@ OPTIONS = {"weight_format": "uint4b8", "group_size": 64}
 
 @pytest.fixture(autouse=True)
 def settings():
-    interval, longest = tuning.commit_interval(), native.longest_plan_seconds()
+    interval = tuning.commit_interval()
     yield
     tuning.set_commit_interval(interval)
-    native.set_longest_plan_seconds(longest)
 
 
 @pytest.fixture
@@ -119,7 +118,7 @@ def test_a_long_product_is_divided_by_rows(mps, variant, K, M):
     import softmetal
 
     weight = reference.make_weight("uint4b8", K, 32, 64)
-    a = torch.randn(M, K, generator=torch.Generator().manual_seed(M)).half()
+    a = reference.random(M, K, dtype=torch.float16, seed=M)
     bias = torch.randn(32, dtype=torch.float16)
     exact, bound = reference.gemm(a, weight, bias, raw_codes=True)
     moved, x, bias = weight.to("mps"), a.to("mps"), bias.to("mps")
@@ -137,8 +136,8 @@ def test_a_long_product_is_divided_by_rows(mps, variant, K, M):
         parts.append(run(x[start : start + rows])[0])
         start += rows
     _, few = run()
-    native.set_longest_plan_seconds(1e-9)
-    divided, many = run()
+    with longest_plan(1e-9):
+        divided, many = run()
     assert many >= math.ceil(M / 64) > few
     reference.check_gemm(divided, exact, bound)
     assert torch.equal(divided, torch.cat(parts)), "each part is planned like a product of its own"
@@ -155,16 +154,15 @@ def test_every_operator_counts_its_work(mps):
     ones, row, gates = x[0].contiguous(), heads[:, :, 0].contiguous(), heads[:, :, 0, 0].contiguous()
     states = [torch.zeros(size, device=mps) for size in ((1, 2, 16, 16), (1, 2, 16), (1, 2))]
     words = torch.zeros(16, 32, dtype=torch.int32, device=mps)
-    operators = torch.ops.torch_marlin_metal
     runs = {
-        "rms_norm": lambda: operators.rms_norm(x, ones, eps=1e-6),
-        "rotary": lambda: operators.rotary(heads, heads, table, table),
-        "gated_activation": lambda: operators.gated_activation(x, x),
-        "write_cache": lambda: operators.write_cache(*caches, heads, heads, start),
+        "rms_norm": lambda: OPS.rms_norm(x, ones, eps=1e-6),
+        "rotary": lambda: OPS.rotary(heads, heads, table, table),
+        "gated_activation": lambda: OPS.gated_activation(x, x),
+        "write_cache": lambda: OPS.write_cache(*caches, heads, heads, start),
         "dequantize": lambda: OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments),
         "embedding": lambda: OPS.embedding(ids, weight.b_packed, weight.scales, **weight.arguments),
-        "gptq_repack": lambda: operators.gptq_repack(words),
-        "mlstm_step": lambda: operators.mlstm_step(row, row, row, gates, gates, *states),
+        "gptq_repack": lambda: OPS.gptq_repack(words),
+        "mlstm_step": lambda: OPS.mlstm_step(row, row, row, gates, gates, *states),
     }
     for run in runs.values():
         run()
@@ -177,15 +175,14 @@ def test_a_long_mlstm_is_divided_by_chunks(mps):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 100, 16, generator=generator) for _ in range(3))
     i, f = (torch.randn(1, 2, 100, generator=generator) for _ in range(2))
-    mlstm = torch.ops.torch_marlin_metal.mlstm
-    expected = mlstm(q, k, v, i, f, chunk_size=32)[0]
-    native.set_longest_plan_seconds(1e-9)
+    expected = OPS.mlstm(q, k, v, i, f, chunk_size=32)[0]
     moved = [tensor.to(mps) for tensor in (q, k, v, i, f)]
-    found = mlstm(*moved, chunk_size=32)[0].cpu()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    tuning.set_commit_interval(1e-9)
-    # One dispatch for the gates of all tokens, and two for each of the four chunks: states and output.
-    assert commits(lambda: mlstm(*moved, chunk_size=32), 1) == 1 + 2 * 4
+    with longest_plan(1e-9):
+        found = OPS.mlstm(*moved, chunk_size=32)[0].cpu()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        tuning.set_commit_interval(1e-9)
+        # One dispatch for the gates of all tokens, and two for each of the four chunks: states and output.
+        assert commits(lambda: OPS.mlstm(*moved, chunk_size=32), 1) == 1 + 2 * 4
 
 
 def test_bad_intervals():

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +29,7 @@ TIMED_OUT = "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackError
 WAIT = 120  # after this many seconds, a process or thread is reported as hanging
 
 
-def activations(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).half()
+activations = partial(reference.random, dtype=torch.float16)
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -187,26 +188,17 @@ def test_threads_that_call_at_once_and_empty_the_cache() -> None:
     gc.collect()  # frees tensors that tracebacks of other tests hold
     torch.mps.synchronize()
     before = torch.mps.current_allocated_memory()
-    wrong: list[str] = []
     together = threading.Barrier(len(calls))
 
     def work(number: int) -> None:
-        try:
-            together.wait(WAIT)
-            for turn in range(6):
-                other = (number + turn) % len(calls)
-                if not same(calls[other](), expected[other]):
-                    wrong.append(f"call {other}")
-                torch.mps.empty_cache()
-        except Exception as error:
-            wrong.append(repr(error))
+        together.wait(WAIT)
+        for turn in range(6):
+            other = (number + turn) % len(calls)
+            assert same(calls[other](), expected[other]), f"call {other}"
+            torch.mps.empty_cache()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(len(calls)) as threads:
+        list(threads.map(work, range(len(calls))))
     torch.mps.synchronize()
     assert torch.mps.current_allocated_memory() <= before
 

@@ -3,11 +3,13 @@
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from tests.support import reference
+from tests.support.dispatches import dispatches_of
 from torch_marlin_metal import tuning
 
 OPS = torch.ops.torch_marlin_metal
@@ -33,7 +35,7 @@ def no_commits(mps):
 def product(seed: int, variant: str) -> tuple[Product, Callable[[torch.Tensor], object]]:
     """Returns two functions: one computes the product of this seed, the other compares its result with fp64."""
     weight = reference.make_weight("uint4b8", 1024, 32, 64, seed=seed)
-    a = torch.randn(12, 1024, generator=torch.Generator().manual_seed(seed)).half()
+    a = reference.random(12, 1024, dtype=torch.float16, seed=seed)
     exact, bound = reference.gemm(a, weight)
     a_mps, moved = a.to("mps"), weight.to("mps")
 
@@ -43,21 +45,11 @@ def product(seed: int, variant: str) -> tuple[Product, Callable[[torch.Tensor], 
     return run, lambda result: reference.check_gemm(result, exact, bound)
 
 
-def dispatches(run: Product) -> int:
-    import softmetal
-
-    run()
-    torch.mps.synchronize()
-    softmetal.faults()
-    run()
-    return len(softmetal.counters())
-
-
 def test_two_streams_in_turn():
     import softmetal
 
     products = [product(i, VARIANTS[i % 3]) for i in range(6)]
-    assert [dispatches(run) for run, _ in products[:3]] == [2, 2, 2], "a workspace is written and read"
+    assert [len(dispatches_of(run)) for run, _ in products[:3]] == [2, 2, 2], "a workspace is written and read"
     torch.mps.synchronize()
     before = softmetal.stream_counts()
     results = []
@@ -80,19 +72,17 @@ def test_two_threads_with_a_stream_each():
     torch.mps.synchronize()
     before = softmetal.stream_counts()
     together = threading.Barrier(2, timeout=120)
-    results: list[list[torch.Tensor]] = [[], []]
 
-    def work(thread: int) -> None:
+    def work(thread: int) -> list[torch.Tensor]:
+        results = []
         with softmetal.stream(7 + thread):
             for run, _ in products[thread]:
                 together.wait()
-                results[thread].append(run())
+                results.append(run())
+        return results
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(work, range(2)))
     assert softmetal.stream_counts().encoders - before.encoders == 2
     torch.mps.synchronize()
     for thread in range(2):

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import torch_marlin_metal as tmm
 from tests.support import reference
+from tests.support.dispatches import dispatches_of
 from tests.support.programs import run_python
 from torch_marlin_metal import tuning
 from torch_marlin_metal.cli.app import app
@@ -41,21 +42,10 @@ def table_of(*ranges: tuple[int, int, str], machine: Machine | None = None) -> t
 
 def kernels_for(M: int, **changes) -> list[str]:
     """Returns the names of the kernels that a product of M rows dispatches."""
-    import softmetal
-
     product = dataclasses.replace(PRODUCT, **changes)
     weight = product.make_weight("mps")
     a = torch.ones(M, product.K, dtype=product.torch_dtype, device="mps")
-
-    def call():
-        arguments = {"weight_format": weight.weight_format, "group_size": weight.group_size, **weight.tensors()}
-        return OPS.gemm(a, **arguments)
-
-    call()
-    torch.mps.synchronize()
-    softmetal.faults()
-    call()
-    return [record.kernel for record in softmetal.counters()]
+    return [record.kernel for record in dispatches_of(lambda: OPS.gemm(a, **weight.arguments()))]
 
 
 @software
@@ -76,7 +66,7 @@ def test_a_table_takes_the_place_of_the_models_choice():
 @uses_mps
 def test_a_tuned_product_is_right_and_a_variant_that_is_asked_for_is_taken():
     weight = reference.make_weight("uint4b8", PRODUCT.K, PRODUCT.N, PRODUCT.group_size)
-    a = torch.randn(3, PRODUCT.K, generator=torch.Generator().manual_seed(0)).to(torch.float16)
+    a = reference.random(3, PRODUCT.K, dtype=torch.float16)
     tuning.use(table_of((1, 64, "two_pass")))
     moved = weight.to("mps")
     dense = OPS.dequantize(moved.b_packed, moved.scales, **moved.arguments, dtype=torch.float16)

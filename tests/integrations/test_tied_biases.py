@@ -13,8 +13,8 @@ from torch_marlin_metal.checkpoints.reader import CheckpointReader
 from torch_marlin_metal.convert import open_reader
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.load.caller import Caller
-from torch_marlin_metal.load.plan import shared_weights
 from torch_marlin_metal.load.quantized import load_all
+from torch_marlin_metal.models.linear_layers import shared_weights
 from torch_marlin_metal.parallel import MarlinColwiseParallel, SplitPlan
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

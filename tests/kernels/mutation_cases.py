@@ -3,7 +3,7 @@
 Every mutant of a file runs its cases.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import test_kernel_decoder as decoder
@@ -71,8 +71,7 @@ def _dequantize_cases() -> Iterator[Case]:
 
 
 def _embedding_cases() -> Iterator[Case]:
-    for table in embedding.TABLES:
-        yield f"embedding {table}", partial(embedding.test_embedding, *table)
+    yield from _each("embedding", embedding.test_embedding, embedding.TABLES)
     for N in (7, 64):
         yield f"embedding ids {N}", partial(embedding.test_an_unknown_id_gives_a_row_of_nan, N)
     yield "embedding perm", embedding.test_a_perm_out_of_range_writes_nothing
@@ -193,9 +192,9 @@ def _reduce_cases() -> Iterator[Case]:
     yield from _striped_cases()
 
 
-def _moe_sort_cases() -> Iterator[Case]:
-    for case in experts.SORTS:
-        yield f"moe_sort {case}", partial(experts.test_sort, *case)
+def _each(name: str, test: Callable[..., object], arguments: Sequence[tuple]) -> Iterator[Case]:
+    for case in arguments:
+        yield f"{name} {case}", partial(test, *case)
 
 
 def _moe_cases(*kernels: str) -> Iterator[Case]:
@@ -217,16 +216,6 @@ def _shared_body_cases(dense: Callable[[], Iterator[Case]], kernel: str) -> Iter
     yield from _moe_loop_cases(kernel)
 
 
-def _moe_gemv_reduce_cases() -> Iterator[Case]:
-    for turn in (3, 1, 4):
-        yield f"moe_gemv_reduce {turn}", partial(experts.case_of_summed_slots, turn)
-
-
-def _moe_gemv_gated_cases() -> Iterator[Case]:
-    for turn in (0, 3, 1):
-        yield f"moe_gemv_gated {turn}", partial(experts.case_of_a_gate, turn)
-
-
 def _moe_tensor_cases() -> Iterator[Case]:
     yield from _moe_cases("moe_tensor")
     for turn in (1, 3, 4):
@@ -245,24 +234,10 @@ def _moe_all() -> Iterator[Case]:
     yield from _moe_gemv_reduce_cases()
 
 
-def _norm_cases() -> Iterator[Case]:
-    for case in decoder.NORMS:
-        yield f"norm {case}", partial(decoder.test_norm, *case)
-
-
-def _rotary_cases() -> Iterator[Case]:
-    for case in decoder.ROTATIONS:
-        yield f"rotary {case}", partial(decoder.test_rotary, *case)
-
-
-def _cache_cases() -> Iterator[Case]:
-    for case in decoder.CACHES:
-        yield f"cache {case}", partial(decoder.test_write_cache, *case)
-
-
-def _activation_cases() -> Iterator[Case]:
-    for options in decoder.ACTIVATIONS:
-        yield f"activation {options}", partial(decoder.test_activation, options)
+_moe_sort_cases = partial(_each, "moe_sort", experts.test_sort, experts.SORTS)
+_moe_gemv_reduce_cases = partial(_each, "moe_gemv_reduce", experts.case_of_summed_slots, [(3,), (1,), (4,)])
+_moe_gemv_gated_cases = partial(_each, "moe_gemv_gated", experts.case_of_a_gate, [(0,), (3,), (1,)])
+_activation_cases = partial(_each, "activation", decoder.test_activation, [(one,) for one in decoder.ACTIVATIONS])
 
 
 def _perm_cases() -> Iterator[Case]:
@@ -350,11 +325,11 @@ def cases_of(file: str) -> Iterator[Case]:
         "experts/moe_tensor.metal": _moe_tensor_cases,
         "experts/rows.h": _moe_rows_cases,
         "experts/moe_reduce.metal": partial(_moe_cases, "moe_gemv"),
-        "decoder/norm.metal": _norm_cases,
-        "decoder/rotary.metal": _rotary_cases,
+        "decoder/norm.metal": partial(_each, "norm", decoder.test_norm, decoder.NORMS),
+        "decoder/rotary.metal": partial(_each, "rotary", decoder.test_rotary, decoder.ROTATIONS),
         "decoder/activation.metal": _activation_cases,
         "decoder/gated.h": _activation_cases,
-        "decoder/cache.metal": _cache_cases,
+        "decoder/cache.metal": partial(_each, "cache", decoder.test_write_cache, decoder.CACHES),
         "mlstm/mlstm.h": _mlstm_all,
         "mlstm/gates.metal": _mlstm_gates_cases,
         "mlstm/states.metal": _mlstm_cases,

@@ -9,10 +9,10 @@ from tests.support.decoder_reference import (
     exact_activation,
     exact_norm,
     exact_rotary,
-    random,
     rotary_magnitude,
 )
 from tests.support.kernels.decoder import run_activation, run_norm, run_rotary, run_write_cache
+from tests.support.reference import random
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 

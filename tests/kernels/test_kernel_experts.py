@@ -62,7 +62,7 @@ def mixture(
             weights; `group_size`, `bias`, `reduce`, `use_perm`: as in `moe_gemm`; `two_levels`: whether scales and
             zeros have codes.
     """
-    group = min({"nvfp4": 16, "mxfp4": 32}.get(weight_format, options.pop("group_size", 16)), K)
+    group = min(reference.FIXED_GROUP_SIZES.get(weight_format, options.pop("group_size", 16)), K)
     scale = {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
     if options.pop("two_levels", False):
         scale |= {"scales_dtype": torch.uint8, "zeros_dtype": torch.uint8, "super_dtype": HALF}

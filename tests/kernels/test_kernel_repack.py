@@ -26,9 +26,8 @@ def pack_along_n(values: np.ndarray, order: list[int]) -> torch.Tensor:
     return torch.from_numpy(words.view(np.int32))
 
 
-def check_gptq_repack(K: int, N: int, has_perm: bool, code_bits: int) -> None:
+def check_gptq_repack(K: int, N: int, perm: np.ndarray | None, code_bits: int = 4) -> None:
     q = codes(K, N) * np.uint8(17 if code_bits == 8 else 1)
-    perm = np.random.default_rng(K).permutation(K).astype(np.int32)
     rows = K * code_bits // 32
     out = place_output((rows, N), torch.int32)
     buffers = {
@@ -36,38 +35,28 @@ def check_gptq_repack(K: int, N: int, has_perm: bool, code_bits: int) -> None:
         "Out": out,
         "Params": parameters("RepackParams", rows=rows, columns=N, code_bits=code_bits),
     }
-    if has_perm:
-        buffers["Perm"] = place(torch.from_numpy(perm))
-    launch_elementwise("gptq_repack", N, rows, buffers, constants={"has_perm": has_perm})
-    assert torch.equal(out.read((rows, N), torch.int32), pack(q[perm] if has_perm else q, code_bits))
+    if perm is not None:
+        buffers["Perm"] = place(torch.from_numpy(perm.astype(np.int32)))
+        q = np.where(((perm >= 0) & (perm < K))[:, None], q[perm % K], 0)
+    launch_elementwise("gptq_repack", N, rows, buffers, constants={"has_perm": perm is not None})
+    assert torch.equal(out.read((rows, N), torch.int32), pack(q, code_bits))
 
 
 @pytest.mark.parametrize("has_perm", [False, True])
 @pytest.mark.parametrize(("K", "N"), SHAPES)
 def test_gptq_repack(K: int, N: int, has_perm: bool) -> None:
-    check_gptq_repack(K, N, has_perm, 4)
+    check_gptq_repack(K, N, np.random.default_rng(K).permutation(K) if has_perm else None)
 
 
 def test_gptq_repack_of_bytes() -> None:
-    check_gptq_repack(40, 63, True, 8)
+    check_gptq_repack(40, 63, np.random.default_rng(40).permutation(40), code_bits=8)
 
 
 def test_gptq_repack_perm_beyond_range() -> None:
     """An index out of range reads nothing and gives code 0."""
-    K, N = 32, 64
-    q = codes(K, N)
-    perm = np.arange(K, dtype=np.int32)
-    perm[[5, 9]] = [K, -1]
-    out = place_output((K // 8, N), torch.int32)
-    buffers = {
-        "Packed": place(pack(q)),
-        "Perm": place(torch.from_numpy(perm)),
-        "Out": out,
-        "Params": parameters("RepackParams", rows=K // 8, columns=N, code_bits=4),
-    }
-    launch_elementwise("gptq_repack", N, K // 8, buffers, constants={"has_perm": True})
-    q[[5, 9]] = 0
-    assert torch.equal(out.read((K // 8, N), torch.int32), pack(q))
+    perm = np.arange(32)
+    perm[[5, 9]] = [32, -1]
+    check_gptq_repack(32, 64, perm)
 
 
 @pytest.mark.parametrize(("K", "N"), [(8, 8), (40, 504), (32, 512), (40, 520)])

@@ -78,7 +78,7 @@ def test_the_rewriter_keeps_only_the_functions_that_the_kernel_calls() -> None:
         "kernel void scale(device float* out [[buffer(0)]], uint i [[thread_position_in_grid]]) "
         "{ out[i] = twice(out[i]); }\n"
     )
-    text, name, _ = rewrite(source, "scale", (64, 1, 1))
+    text, name = rewrite(source, "scale", (64, 1, 1))
     assert name == "scale" and "reqd_work_group_size(64,1,1)" in text
     assert "twice" in text and "unused" not in text and "[[" not in text
     with pytest.raises(Err, match="other"):
@@ -91,7 +91,7 @@ def test_an_arrays_length_that_calls_a_function_makes_no_member_function() -> No
         "struct Block { uint word[words()]; };\n"
         "kernel void first(device uint* out [[buffer(0)]]) { Block b; b.word[1] = 3; out[0] = b.word[1]; }\n"
     )
-    text, _, _ = rewrite(source, "first", (64, 1, 1))
+    text, _ = rewrite(source, "first", (64, 1, 1))
     assert "uint word[words()];" in text
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from lab import model
-from lab.predictions import commits, experts, product, rows
+from lab.predictions import commits, experts
 from torch_marlin_metal.profiling import AppleSiliconGPU
 
 GPT_OSS, QWEN3 = experts.MIXTURES
@@ -61,23 +60,3 @@ def test_experts_stay_as_near_to_the_limit_as_the_page_says(
         found = experts.predict(mixture, tokens, gpu)
         assert 1 < found.over_limit <= most, (tokens, found)
         assert found.seconds / found.one_by_one <= (over_one_by_one if tokens == 512 else 1), (tokens, found)
-
-
-def test_one_row_takes_as_long_as_memory_reads_its_weight_and_more_rows_take_longer() -> None:
-    one, eight, many = (rows.best(M, "M1") for M in (1, 8, 512))
-    memory = 4096 * 14336 * (0.5 + 2 / 64) / 60.06e9
-    assert memory < one.seconds < 1.1 * memory and one.launches == pytest.approx(6e-6)
-    assert one.seconds < eight.seconds < many.seconds
-    assert 0 < rows.issue_over_memory(1, "M1", "uint4b8", peak=True) < 1
-
-
-def test_a_product_is_shown_with_every_variant_cheapest_first() -> None:
-    problem = model.Problem(64, 4096, 4096)
-    found = product.candidates(problem, M1)
-    times = [float(candidate.cost.seconds) for candidate in found]
-    assert times == sorted(times)
-    assert found[0].tiling.variant == "fused"
-    assert {candidate.tiling.variant for candidate in found} == {
-        "gemv", "fused", "double_buffered", "single_stage", "striped", "two_pass"
-    }  # fmt: skip
-    assert product.table(problem, M1).row_count == sum(len(candidate.cost.dispatches) for candidate in found)

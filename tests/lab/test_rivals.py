@@ -1,7 +1,5 @@
 """Compares predicted times of other projects' kernels with times computed by hand and with published times."""
 
-import re
-
 import pytest
 
 from lab.rivals import __main__ as command
@@ -68,17 +66,15 @@ def test_cells_are_our_time_over_the_fastest_rivals() -> None:
     one = command.cell(form("Q4_K"), 0, M1, 4096, 14336, 1)
     assert one.ratio == one.ours.seconds / one.theirs.seconds and 0.98 < one.ratio < 1.06
     assert one.byte_ratio == pytest.approx(4.625 / 4.5)
-    assert (one.letters, one.reason) == ("bb", "both: bytes, ours 1.03 of theirs")
+    assert one.reason == "both: bytes, ours 1.03 of theirs"
     eight = command.cell(form("MXFP4"), 0, M1, 4096, 14336, 8)
     assert eight.ratio < 0.7 and eight.reason == "ours: matrix clocks; theirs: issue slots"
 
 
-def test_tables_have_every_cell_and_the_reasons_of_those_above(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_has_every_cell_above_the_limit_and_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "FORMS", (form("Q4_K"), form("MXFP4")))
     found = list(command.cells(("M1", "M5 Max"), (1, 64)))
     assert len(found) == 2 * 2 * 2 * 2 * 3
-    text = "\n".join(command.everything(found))
-    assert len(re.findall(r"\d\.\d\d", text)) == len(found)
     lines = list(command.above(found))[1:]
     cells = [line.split(" | ") for line in lines]
     assert sum(int(cell[1]) for cell in cells) == sum(cell.ratio > command.MOST for cell in found) > 0

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.linear_layers import GROUP, K, N, activations, layer_of, packed_of
-from tests.support.reference import FORMATS, check_gemm, dtypes_in_turn, gemm
+from tests.support.linear_layers import K, N, activations, layer_of, packed_of
+from tests.support.reference import FIXED_GROUP_SIZES, FORMATS, check_gemm, dtypes_in_turn, gemm
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeightError
 from torch_marlin_metal.quantize.weight import quantize_weight
@@ -37,7 +37,7 @@ def test_forward_is_within_the_bound(weight_format, perm, device, everything):
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_from_linear(weight_format, method, device):
     linear = nn.Linear(K, N, device=device).eval()
-    layer = MarlinLinear.from_linear(linear, weight_format, GROUP.get(weight_format, 64), method)
+    layer = MarlinLinear.from_linear(linear, weight_format, FIXED_GROUP_SIZES.get(weight_format, 64), method)
     assert not layer.training
     assert layer.bias is linear.bias
     w4 = layer.dequantize()
@@ -73,7 +73,8 @@ def test_state_dict_names(weight_format, extra, device):
     assert sorted(state) == sorted(["b_packed", "scales", "packed_format", "bias", "weight", *extra])
     state = layer_of(weight_format, device, perm=True, bias=False).state_dict()
     assert sorted(state) == sorted(["b_packed", "scales", "packed_format", "perm", "weight", *extra])
-    assert state["packed_format"].tolist() == [1, FORMATS.index(weight_format), GROUP.get(weight_format, 64)]
+    group_size = FIXED_GROUP_SIZES.get(weight_format, 64)
+    assert state["packed_format"].tolist() == [1, FORMATS.index(weight_format), group_size]
 
 
 def empty_like(layer: MarlinLinear, device: str) -> MarlinLinear:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torch_marlin_metal import MarlinLinear, convert, load_quantized
+from torch_marlin_metal.checkpoints.settings import CONFIG_FILES
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 
 DATA = Path(__file__).parents[1] / "data/models/eight_bits"
@@ -56,6 +57,7 @@ def test_each_layer_is_the_producers_own(tmp_path: Path, name: str, entry_point,
     path, references = DATA / name, load_file(DATA / name / "reference.safetensors")
     if converted:
         path = convert.write_checkpoint(convert.open_reader(path), tmp_path / "out")
+        assert {file.name for file in path.iterdir()}.isdisjoint(CONFIG_FILES)  # they describe the source
     layers, embedding = entry_point(path)
     assert torch.equal(embedding.float(), load_file(DATA / name / "model.safetensors")[EMBEDDING].float())
     assert {f"{layer}.weight" for layer in layers} == set(references)

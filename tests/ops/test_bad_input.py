@@ -14,8 +14,7 @@ K, N = 64, 24
 
 
 def call(device, base="uint4b8", **changes):
-    group_size = tmm.WEIGHT_FORMATS[base].fixed_group_size or 32
-    weight = reference.make_weight(base, K, N, group_size).to(device)
+    weight = reference.make_weight(base, K, N, 32).to(device)
     arguments = {
         "a": torch.randn(3, K, device=device),
         "b_packed": weight.b_packed,
@@ -23,9 +22,7 @@ def call(device, base="uint4b8", **changes):
         **weight.arguments,
     }
     arguments.update({k: v(arguments) if callable(v) else v for k, v in changes.items()})
-    return torch.ops.torch_marlin_metal.gemm(
-        arguments.pop("a"), arguments.pop("b_packed"), arguments.pop("scales"), **arguments
-    )
+    return OPS.gemm(arguments.pop("a"), arguments.pop("b_packed"), arguments.pop("scales"), **arguments)
 
 
 def f32(*shape, **options):

@@ -13,7 +13,8 @@ from torch import nn
 import torch_marlin_metal as tmm
 from tests.support import experts as reference_experts
 from tests.support import reference
-from tests.support.experts import make_experts, random, run
+from tests.support.experts import make_experts, run
+from tests.support.reference import random
 from torch_marlin_metal.parallel import join_columns, join_rows, reorder_columns, split_columns, split_rows
 
 OPS = torch.ops.torch_marlin_metal

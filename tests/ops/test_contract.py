@@ -18,9 +18,8 @@ OF_ONE_PLANE_AND_TWO = [
 
 
 def weight_of(weight_format: str, device: str, K: int = 64, N: int = 24) -> reference.Weight:
-    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 32
     options = {"global_scale_shape": ()} if weight_format == "nvfp4" else {}
-    return reference.make_weight(weight_format, K, N, group_size, **options).to(device)
+    return reference.make_weight(weight_format, K, N, 32, **options).to(device)
 
 
 def words(shape, device) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 import torch_marlin_metal as tmm
+from tests.ops.test_contract import utils
 from tests.support import reference
 from tests.support.decoder_reference import (
     ACTIVATIONS,
@@ -15,14 +16,12 @@ from tests.support.decoder_reference import (
     exact_activation,
     exact_norm,
     exact_rotary,
-    random,
     rotary_magnitude,
 )
+from tests.support.dispatches import dispatches_of
+from tests.support.reference import random
 
 OPS = torch.ops.torch_marlin_metal
-
-OPS = torch.ops.torch_marlin_metal
-UTILS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
@@ -173,24 +172,19 @@ def test_a_cached_launch_has_the_call_s_own_numbers(mps):
 
 
 def test_each_operator_is_one_dispatch(mps):
-    import softmetal
-
     x, weight, q = random(2, 3, 40).to(mps), random(40).to(mps), random(2, 2, 3, 16).to(mps)
     tables = [random(2, 3, 16).to(mps) for _ in range(2)]
+    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
     caches, start = [random(2, 2, 8, 16).to(mps) for _ in range(2)], torch.tensor(4).to(mps)
     calls = (
         ("rms_norm", lambda: tmm.ops.rms_norm(x, weight, eps=1e-5)),
         ("rms_norm", lambda: tmm.ops.add_rms_norm(x, x, weight, eps=1e-5)),
-        ("rotary", lambda: tmm.ops.rotary(q, q.transpose(1, 2).contiguous().transpose(1, 2), *tables)),
+        ("rotary", lambda: tmm.ops.rotary(q, turned, *tables)),
         ("gated_activation", lambda: tmm.ops.gated_activation(x[..., ::2], x[..., 1::2])),
         ("write_cache", lambda: tmm.ops.write_cache(*caches, q, q, start)),
     )
     for kernel, call in calls:
-        torch.mps.synchronize()
-        softmetal.faults()  # clears the list of dispatches
-        call()
-        torch.mps.synchronize()
-        (record,) = softmetal.counters()
+        (record,) = dispatches_of(call)
         assert record.kernel.startswith(kernel)
 
 
@@ -250,8 +244,7 @@ def test_opcheck(device):
         (OPS.rotary, (q, k.transpose(1, 2).contiguous().transpose(1, 2), cos, cos), {}),
         (OPS.write_cache, (*caches, k.detach(), k.detach(), torch.tensor(2).to(device)), {}),
     ):
-        utils = UTILS if device == "mps" else (*UTILS, "test_autograd_registration")
-        torch.library.opcheck(op.default, arguments, options, test_utils=utils)
+        torch.library.opcheck(op.default, arguments, options, test_utils=utils(device))
 
 
 def test_compiles_to_one_graph():

@@ -9,7 +9,8 @@ import torch
 import torch_marlin_metal as tmm
 from tests.support import experts as reference_experts
 from tests.support import reference
-from tests.support.experts import make_experts, random, run
+from tests.support.experts import make_experts, run
+from tests.support.reference import random
 from torch_marlin_metal.repack import pack_planes, unpack_planes
 
 OPS = torch.ops.torch_marlin_metal
@@ -35,7 +36,7 @@ each_wide_format = pytest.mark.parametrize(
 
 def weight_of(weight_format: str, K: int, N: int, turn: int, **options) -> reference.Weight:
     """Returns a weight whose group size, dtype of scales and dtype of zeros depend on `turn`."""
-    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or (16, 64, K, 32, 128)[turn % 5]
+    group_size = (16, 64, K, 32, 128)[turn % 5]
     zeros = (None, *reference.DTYPES)[turn % 4] if weight_format in ("uint5", "uint6", "uint8") else None
     options = {"scales_dtype": reference.DTYPES[turn % 3], "zeros_dtype": zeros} | options
     return reference.make_weight(weight_format, K, N, group_size, seed=turn, **options)
@@ -83,8 +84,7 @@ def test_dequantize_and_embedding_round_the_exact_weight_once(weight_format, dev
 @each_wide_format
 def test_the_transposed_product_decodes_parts_of_every_size(weight_format, device, monkeypatch):
     K, N, turn = 200, 24, reference.WIDE.index(weight_format)
-    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 64
-    weight = reference.make_weight(weight_format, K, N, group_size)
+    weight = reference.make_weight(weight_format, K, N, 64)
     grad = random(3, N, dtype=torch.float32)
     exact = reference.to_numpy(grad) @ weight.exact.T
     bound = 32 * 2.0**-24 * (np.abs(reference.to_numpy(grad)) @ weight.magnitude.T)
@@ -109,8 +109,7 @@ def test_parts_of_the_transposed_product_begin_at_words_of_upper_bits(weight_for
 @each_wide_format
 def test_experts_are_within_the_bound(weight_format, device):
     turn = reference.WIDE.index(weight_format)
-    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
-    experts = make_experts(weight_format, 5, 80, 42, group_size, use_perm=turn % 2 == 1)
+    experts = make_experts(weight_format, 5, 80, 42, 16, use_perm=turn % 2 == 1)
     ids = torch.tensor([[0, 4, 2], [4, 1, -1], [2, 2, 0], [5, -3, 3]])
     dtype = reference.DTYPES[turn % 3]
     for tokens in (1, 4) if device == "cpu" else (4,):

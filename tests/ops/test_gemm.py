@@ -9,6 +9,7 @@ import torch
 
 import torch_marlin_metal as tmm
 from tests.support import reference
+from tests.support.reference import random
 
 OPS = torch.ops.torch_marlin_metal
 
@@ -18,12 +19,8 @@ K_ALL = (8, 16, 24, 40, 72, 136, 200, 264, 1000, 4096)
 
 
 def group_sizes(weight_format: str, K: int) -> list[int]:
-    fixed = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size
+    fixed = reference.FIXED_GROUP_SIZES.get(weight_format)
     return [fixed] if fixed else sorted({*reference.GROUP_SIZES, K})
-
-
-def activations(shape, dtype, seed=0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def run(a, weight, **extra) -> torch.Tensor:
@@ -32,8 +29,8 @@ def run(a, weight, **extra) -> torch.Tensor:
 
 def check_shape(weight_format, dtype, K, N, group_size, rows, device, **options):
     weight = reference.make_weight(weight_format, K, N, group_size, **options)
-    a = activations((max(rows), K), dtype, seed=K + N)
-    bias = activations((N,), dtype, seed=1)
+    a = random(max(rows), K, dtype=dtype, seed=K + N)
+    bias = random(N, dtype=dtype, seed=1)
     exact, bound = reference.gemm(a, weight, bias, raw_codes=reference.sums_raw_codes(device))
     a, bias, weight = a.to(device), bias.to(device), weight.to(device)
     for M in rows:
@@ -118,10 +115,9 @@ def test_global_scale(dtype, shape, device):
 def test_activations_that_fp32_may_flush(weight_format, dtype, device):
     """Activations, and their products with codes, are below 2^-126; the scales bring the results back into range."""
     options = {"global_scale_shape": (1,)} if weight_format == "nvfp4" else {"scales_dtype": torch.float32}
-    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 32
-    weight = reference.make_weight(weight_format, 136, 40, group_size, exponent=90, **options)
+    weight = reference.make_weight(weight_format, 136, 40, 32, exponent=90, **options)
     for size in (1e-38, 1e-40):
-        a = activations((5, 136), torch.float32).mul(size).to(dtype)
+        a = random(5, 136).mul(size).to(dtype)
         exact, bound = reference.gemm(a, weight, raw_codes=reference.sums_raw_codes(device))
         for M in (1, 5):
             reference.check_gemm(run(a[:M].to(device), weight.to(device)), exact[:M], bound[:M])
@@ -135,8 +131,7 @@ def test_all_positive_inputs_stay_within_the_bound(weight_format, device):
     codes = np.random.default_rng(0).integers(9, 16, (K, N), dtype=np.uint8)
     if weight_format in ("float4_e2m1", "nvfp4", "mxfp4"):
         codes -= 8
-    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or K
-    weight = reference.make_weight(weight_format, K, N, group_size, codes=codes, scales_dtype=torch.float32)
+    weight = reference.make_weight(weight_format, K, N, K, codes=codes, scales_dtype=torch.float32)
     a = torch.rand(33, K, generator=torch.Generator().manual_seed(0)) + 0.5
     for M in (1, 4, 33):
         exact, bound = reference.gemm(a, weight, raw_codes=reference.sums_raw_codes(device))
@@ -149,7 +144,7 @@ def test_perm_reads_the_activations_in_its_order(M, dtype, device):
     K, N = 136, 40
     perm = np.random.default_rng(0).permutation(K).astype(np.int32)
     weight = reference.make_weight("uint4", K, N, 32)
-    a = activations((M, K), dtype)
+    a = random(M, K, dtype=dtype)
     exact, bound = reference.gemm(a, weight, perm=perm, raw_codes=reference.sums_raw_codes(device))
     result = run(a.to(device), weight.to(device), perm=torch.from_numpy(perm).to(device))
     reference.check_gemm(result, exact, bound)
@@ -162,7 +157,7 @@ def test_perm_reads_the_activations_in_its_order(M, dtype, device):
 def test_strides_offsets_and_leading_dimensions(view, dtype, device):
     K, N = 72, 24
     weight = reference.make_weight("uint4b8", K, N, 16).to(device)
-    base = activations((9 * 2 * K + 5,), dtype).to(device)
+    base = random(9 * 2 * K + 5, dtype=dtype).to(device)
     a = {
         "transposed": base[: 9 * K].view(K, 9).t(),
         "offset": base[3 : 3 + 9 * K].view(9, K),
@@ -184,7 +179,7 @@ def test_tensors_at_odd_offsets(dtype, device):
     """Slices of larger tensors start at storage offsets that are not aligned for vector loads."""
     K, N = 72, 24
     weight = reference.make_weight("uint4", K, N, 16)
-    a = activations((5, K), dtype)
+    a = random(5, K, dtype=dtype)
     exact, bound = reference.gemm(a, weight, raw_codes=reference.sums_raw_codes(device))
 
     def shifted(tensor: torch.Tensor) -> torch.Tensor:
@@ -201,7 +196,7 @@ def test_tensors_at_odd_offsets(dtype, device):
 
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_zero_rows_and_zero_batches_give_an_empty_result(weight_format, device):
-    weight = reference.make_weight(weight_format, 32, 24, 32 if weight_format != "nvfp4" else 16).to(device)
+    weight = reference.make_weight(weight_format, 32, 24, 32).to(device)
     assert run(torch.empty(0, 32, device=device), weight).shape == (0, 24)
     assert run(torch.empty(4, 0, 32, device=device), weight).shape == (4, 0, 24)
 
@@ -215,10 +210,9 @@ def test_nonfinite_activations_reach_their_row_and_no_other(weight_format, dtype
     values = [np.nan, np.inf, -np.inf]
     if device == "mps" and not everything:
         values = [values[turn % 3]]
-    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
-    weight = reference.make_weight(weight_format, K, N, group_size)
+    weight = reference.make_weight(weight_format, K, N, 16)
     for M in (3, 33):
-        a = activations((M, K), dtype)
+        a = random(M, K, dtype=dtype)
         exact, bound = reference.gemm(a, weight, raw_codes=reference.sums_raw_codes(device))
         others = [m for m in range(M) if m != row]
         for value in values:
@@ -234,9 +228,8 @@ def test_nonfinite_activations_reach_their_row_and_no_other(weight_format, dtype
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_nan_scales_reach_their_column_and_no_other(weight_format, M, device):
     K, N, column = 72, 40, 11
-    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
-    weight = reference.make_weight(weight_format, K, N, group_size)
-    a = activations((M, K), torch.float32)
+    weight = reference.make_weight(weight_format, K, N, 16)
+    a = random(M, K)
     exact, bound = reference.gemm(a, weight, raw_codes=reference.sums_raw_codes(device))
     nan = {"nvfp4": 0x7F, "mxfp4": 0xFF}.get(weight_format, np.nan)
     weight.scales[1, column] = nan
@@ -267,14 +260,14 @@ def test_results_beyond_half_are_infinite(device):
 @pytest.mark.parametrize("N", [8, 512])
 def test_same_inputs_give_the_same_bits(M, N, device):
     weight = reference.make_weight("uint4", 4096, N, 128).to(device)
-    a = activations((M, 4096), torch.float16).to(device)
+    a = random(M, 4096, dtype=torch.float16).to(device)
     assert torch.equal(run(a, weight), run(a, weight))
 
 
 @pytest.mark.parametrize("variant", ["auto", "double_buffered", "single_stage", "striped", "fused", "gemv", "two_pass"])
 def test_the_cpu_accepts_every_variant(variant):
     weight = reference.make_weight("uint4b8", 64, 24, 32)
-    a = activations((3, 64), torch.float32)
+    a = random(3, 64)
     assert torch.equal(run(a, weight, variant=variant), run(a, weight))
 
 
@@ -304,7 +297,7 @@ def test_reduced_float32_precision_changes_float32_activations_only(permit, M, d
     """Only results of float32 activations change, and only on CPUs that have kernels of lower precision."""
     K, group_size = 288, 32
     weight = reference.make_weight("uint4b8", K, 40, group_size)
-    rows = {dtype: activations((M, K), dtype) for dtype in reference.DTYPES}
+    rows = {dtype: random(M, K, dtype=dtype) for dtype in reference.DTYPES}
     highest = {dtype: run(a, weight) for dtype, a in rows.items()}
     permit()
     capability = tmm.cpu_capability()
@@ -323,7 +316,7 @@ def test_reduced_float32_precision_changes_float32_activations_only(permit, M, d
 
 def test_the_precision_of_another_backend_changes_nothing(default_precision):
     weight = reference.make_weight("uint4b8", 64, 24, 32)
-    a = activations((3, 64), torch.float32)
+    a = random(3, 64)
     highest = run(a, weight)
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     assert torch.equal(run(a, weight), highest)
@@ -354,9 +347,8 @@ def test_dequantize_rounds_the_exact_weight_once(weight_format, dtype, device):
 @pytest.mark.parametrize("weight_format", ["uint4b8", "uint4", "float4_e2m1", "nvfp4", "mxfp4", "lut4"])
 def test_dequantize_to_float32_is_exact_if_the_product_is(weight_format, device):
     """fp16 scales times integer or E2M1 codes have at most 24 significant bits, so fp32 holds the product exactly."""
-    weight = reference.make_weight(weight_format, 64, 24, 32 if weight_format != "nvfp4" else 16)
+    weight = reference.make_weight(weight_format, 64, 24, 32)
     if weight_format == "lut4":
-        weight = reference.make_weight("lut4", 64, 24, 32)
         weight.arguments["lut"] = torch.arange(16, dtype=torch.float32) - 5
         s = reference.to_numpy(weight.scales)[np.arange(64) // 32]
         codes = np.stack([(weight.b_packed.numpy().view(np.uint32) >> (4 * j)) & 15 for j in range(8)], 1).reshape(

@@ -4,20 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-import torch_marlin_metal as tmm
 from tests.ops.test_contract import utils
 from tests.support import reference
-
-OPS = torch.ops.torch_marlin_metal
 
 OPS = torch.ops.torch_marlin_metal
 K, N = 200, 72
 
 
-def case(weight_format: str, dtype: torch.dtype, M: int, device: str, **options):
+def case(weight_format: str, dtype: torch.dtype, M: int):
     """Returns a weight and activations with an act-order and a bias, as arguments of the operator."""
-    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 64
-    weight = reference.make_weight(weight_format, K, N, group_size, **options)
+    weight = reference.make_weight(weight_format, K, N, 64)
     generator = torch.Generator().manual_seed(M)
     a = torch.randn(M, K, generator=generator).to(dtype)
     perm = torch.randperm(K, generator=generator).int()
@@ -36,7 +32,7 @@ def test_sums_keep_the_bound_of_fp32_and_round_to_the_result_of_gemm(weight_form
     index = reference.FORMATS.index(weight_format)
     for i, M in enumerate((1, 3, 9, 40) if device == "cpu" else (3,)):
         for dtype in reference.dtypes_in_turn(index + i, device == "cpu"):
-            weight, a, extra = case(weight_format, dtype, M, device)
+            weight, a, extra = case(weight_format, dtype, M)
             arguments, options = on(device, weight, a, extra)
             sums = OPS.gemm_fp32(*arguments, **options)
             assert sums.dtype == torch.float32 and sums.shape == (M, N)
@@ -60,12 +56,12 @@ def test_sums_beyond_half_are_finite(device):
 
 @pytest.mark.parametrize("weight_format", ["uint4", "nvfp4"])
 def test_opcheck(weight_format, device):
-    arguments, options = on(device, *case(weight_format, torch.bfloat16, 3, device))
+    arguments, options = on(device, *case(weight_format, torch.bfloat16, 3))
     torch.library.opcheck(OPS.gemm_fp32.default, arguments, options, test_utils=utils(device))
 
 
 def test_leading_dimensions_and_empty_rows(device):
-    (a, *weight), options = on(device, *case("uint4b8", torch.float16, 6, device))
+    (a, *weight), options = on(device, *case("uint4b8", torch.float16, 6))
     sums = OPS.gemm_fp32(a, *weight, **options)
     assert torch.equal(OPS.gemm_fp32(a.view(2, 3, K), *weight, **options), sums.view(2, 3, N))
     empty = OPS.gemm_fp32(a[:0], *weight, **options)
@@ -73,7 +69,7 @@ def test_leading_dimensions_and_empty_rows(device):
 
 
 def test_wrong_arguments_are_named(device):
-    (a, *weight), options = on(device, *case("uint4b8", torch.float16, 2, device))
+    (a, *weight), options = on(device, *case("uint4b8", torch.float16, 2))
     with pytest.raises(ValueError, match=r"gemm_fp32: a: expected \[\.\.\., K\] with K = 200"):
         OPS.gemm_fp32(a[:, 8:], *weight, **options)
     with pytest.raises(ValueError, match="gemm_fp32: a: expected a tensor that does not require grad"):
@@ -88,7 +84,7 @@ def test_wrong_arguments_are_named(device):
 
 
 def test_flops_are_those_of_gemm():
-    arguments, options = on("cpu", *case("uint4b8", torch.float16, 3, "cpu"))
+    arguments, options = on("cpu", *case("uint4b8", torch.float16, 3))
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         OPS.gemm_fp32(*arguments, **options)
     assert counter.get_total_flops() == 2 * 3 * K * N

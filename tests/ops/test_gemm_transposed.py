@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-import torch_marlin_metal as tmm
+from tests.ops.test_contract import utils
 from tests.support import reference
-
-OPS = torch.ops.torch_marlin_metal
+from tests.support.dispatches import peak_bytes
+from tests.support.reference import random
 
 OPS = torch.ops.torch_marlin_metal
 VARIABLE = "TORCH_MARLIN_METAL_GRADIENT_BYTES"
@@ -18,14 +18,9 @@ PART_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.bfloat16, tor
 
 
 def weight_of(weight_format: str, device: str, group_size: int = 32, **options) -> reference.Weight:
-    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or group_size
     if weight_format == "nvfp4":
         options["global_scale_shape"] = (-1,)
     return reference.make_weight(weight_format, K, N, group_size, **options).to(device)
-
-
-def activations(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 def run(a: torch.Tensor, weight: reference.Weight) -> torch.Tensor:
@@ -52,7 +47,7 @@ def test_parts_of_every_size_match_the_exact_weight(weight_format, part_bytes, d
     monkeypatch.setenv(VARIABLE, str(part_bytes))
     dtype = reference.DTYPES[(reference.FORMATS.index(weight_format) + part_bytes) % 3]
     weight = weight_of(weight_format, device)
-    a = activations((2, 3, N), dtype)
+    a = random(2, 3, N, dtype=dtype)
     got = run(a.to(device), weight)
     assert (got.dtype, got.shape) == (dtype, (2, 3, K))
     exact, bound = bound_of(reference.to_numpy(a), weight.exact, dtype)
@@ -64,7 +59,7 @@ def test_parts_that_do_not_divide_a_group(device, monkeypatch):
     """A limit of 24 rows gives parts of 24, 24 and 16 rows in each group of 64, and no part crosses a group border."""
     monkeypatch.setenv(VARIABLE, str(24 * 4 * N))
     weight = weight_of("uint4", device, group_size=64)
-    a = activations((3, N))
+    a = random(3, N)
     exact, bound = bound_of(reference.to_numpy(a), weight.exact, torch.float32)
     reference.check_gemm(run(a.to(device), weight), exact, bound)
 
@@ -77,7 +72,7 @@ def test_act_order_and_a_group_of_the_whole_row(part_bytes, device, monkeypatch)
     weight.arguments["perm"] = torch.from_numpy(perm).to(device)
     original = np.empty_like(weight.exact)
     original[perm] = weight.exact
-    a = activations((3, 2 * N))[:, ::2]  # strides
+    a = random(3, 2 * N)[:, ::2]  # strides
     reference.check_gemm(run(a.to(device), weight), *bound_of(reference.to_numpy(a), original, torch.float32))
 
 
@@ -86,7 +81,7 @@ def test_weights_beyond_the_range_of_fp16(dtype, device, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(80 * 4 * N))
     for exponent in (17, -30):  # weights round to infinity and to zero in fp16
         weight = weight_of("uint4b8", device, scales_dtype=torch.float32, exponent=exponent)
-        a = (activations((3, N)) * 2.0 ** (-exponent if exponent > 0 else 12)).to(dtype)
+        a = (random(3, N) * 2.0 ** (-exponent if exponent > 0 else 12)).to(dtype)
         exact, bound = bound_of(reference.to_numpy(a), weight.exact, dtype)
         reference.check_gemm(run(a.to(device), weight), exact, bound)
 
@@ -96,7 +91,7 @@ def test_the_gradient_of_gemm_is_this_product(dtype, device):
     weight = weight_of("uint4", device)
     weight.arguments["perm"] = torch.arange(K - 1, -1, -1, dtype=torch.int32, device=device)
     a = torch.zeros(3, K, dtype=dtype, device=device, requires_grad=True)
-    upstream = activations((3, N), dtype).to(device)
+    upstream = random(3, N, dtype=dtype).to(device)
     OPS.gemm(a, weight.b_packed, weight.scales, **weight.arguments).backward(upstream)
     assert a.grad.dtype == dtype
     assert torch.equal(a.grad.cpu(), run(upstream, weight).cpu())
@@ -109,7 +104,7 @@ def test_gradcheck_in_fp32(device):
     """
     weight = weight_of("uint4_bias", device)
     fixed = (weight.b_packed, weight.scales)
-    wide, narrow = activations((2, K)).to(device).requires_grad_(), activations((2, N)).to(device).requires_grad_()
+    wide, narrow = random(2, K).to(device).requires_grad_(), random(2, N).to(device).requires_grad_()
     options = {"eps": 0.5, "atol": 1e-3, "rtol": 1e-3, "fast_mode": True, "check_forward_ad": False}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Input #0 requires gradient and is not a double precision")
@@ -128,7 +123,7 @@ def test_gradcheck_in_fp32(device):
 
 def test_autocast_does_not_round_the_gradient(device):
     weight = weight_of("uint4b8", device)
-    a = activations((3, N)).to(device)
+    a = random(3, N).to(device)
     expected = run(a, weight)
     with torch.autocast(device, dtype=torch.bfloat16):
         assert torch.equal(run(a, weight).cpu(), expected.cpu())
@@ -137,23 +132,10 @@ def test_autocast_does_not_round_the_gradient(device):
 @pytest.mark.parametrize("weight_format", ["uint4", "nvfp4", "lut4"])
 def test_opcheck(weight_format, device):
     weight = weight_of(weight_format, device)
-    utils = ("test_schema", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
     for requires_grad in (False, True):
-        a = activations((2, 3, N)).to(device).requires_grad_(requires_grad)
-        torch.library.opcheck(
-            OPS.gemm_transposed.default,
-            (a, weight.b_packed, weight.scales),
-            weight.arguments,
-            test_utils=utils if device == "mps" else ("test_autograd_registration", *utils),
-        )
-
-
-def peak_bytes(call) -> int:
-    torch.mps.synchronize()
-    before = torch.mps.current_allocated_memory()
-    torch.accelerator.reset_peak_memory_stats()
-    call()
-    return torch.accelerator.memory_stats()["allocated_bytes.all.peak"] - before
+        a = random(2, 3, N).to(device).requires_grad_(requires_grad)
+        operands = (a, weight.b_packed, weight.scales)
+        torch.library.opcheck(OPS.gemm_transposed.default, operands, weight.arguments, test_utils=utils(device))
 
 
 @pytest.mark.parametrize(("dtype", "group_size"), [(torch.bfloat16, 64), (torch.float32, 64), (torch.float32, 1024)])
@@ -195,7 +177,7 @@ def test_a_wide_matrix_by_parts(dtype, device, monkeypatch):
     columns = 3000
     weight = reference.make_weight("uint4", K, columns, 32).to(device)
     monkeypatch.setenv(VARIABLE, str(72 * 4 * columns))
-    a = activations((5, columns), dtype)
+    a = random(5, columns, dtype=dtype)
     exact, bound = bound_of(reference.to_numpy(a), weight.exact, dtype)
     reference.check_gemm(run(a.to(device), weight), exact, bound)
 
@@ -219,7 +201,7 @@ def test_parts_on_the_cpu_have_at_most_16_mib(dtype, parts):
 def test_a_wrong_number_of_bytes_is_named(value, monkeypatch):
     monkeypatch.setenv(VARIABLE, value)
     with pytest.raises(ValueError, match=f"{VARIABLE}: expected bytes, at least 1, got '{value}'"):
-        run(activations((2, N)), weight_of("uint4b8", "cpu"))
+        run(random(2, N), weight_of("uint4b8", "cpu"))
 
 
 def test_bad_input_is_named(device):

@@ -36,16 +36,15 @@ def rounded(rows: np.ndarray, group_size: int) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_products_are_those_of_rounded_activations(name, dtype):
     K = 336  # the last group of 64 is short
-    group_size = tmm.WEIGHT_FORMATS[name].fixed_group_size or 64
-    weight = reference.make_weight(name, K, N, group_size)
+    weight = reference.make_weight(name, K, N, 64)
     bias = torch.linspace(-4, 4, N)
     for M in (1, 3, 11):
-        a = torch.randn(M, K, generator=torch.Generator().manual_seed(M), device="cpu").to(dtype)
+        a = reference.random(M, K, dtype=dtype, seed=M)
         call = {"bias": bias, **weight.arguments}
         got = reference.to_numpy(OPS.gemm(a, weight.b_packed, weight.scales, activations="int8", **call))
         exact = reference.to_numpy(a)
         within = {}
-        for kind, rows in (("rounded", rounded(exact, group_size)), ("exact", exact)):
+        for kind, rows in (("rounded", rounded(exact, weight.arguments["group_size"])), ("exact", exact)):
             y = rows @ weight.exact + reference.to_numpy(bias)
             size = np.abs(rows) @ weight.raw_magnitude + np.abs(reference.to_numpy(bias))
             bound = reference.UNIT_ROUNDOFF[dtype] * np.abs(y) + reference.TINY[dtype] + 16 * 2.0**-24 * size

@@ -5,12 +5,11 @@ import re
 import pytest
 import torch
 
-import torch_marlin_metal as tmm
 from tests.support import experts as reference_experts
 from tests.support import reference
-from tests.support.experts import Experts, experts_of, make_experts, random, run
-
-OPS = torch.ops.torch_marlin_metal
+from tests.support.dispatches import dispatches_of, longest_plan
+from tests.support.experts import Experts, experts_of, make_experts, run
+from tests.support.reference import random
 
 OPS = torch.ops.torch_marlin_metal
 PACKED, SCALES = 1, 2  # buffer slots
@@ -222,14 +221,9 @@ def test_long_products_are_divided_by_tokens(reduce, mps):
     experts = experts_of("uint4b8")
     ids = torch.randint(-1, 5, (150, 2), generator=torch.Generator().manual_seed(0))
     a, options = random(150, 80), {"row_weights": random(150, 2, seed=3), "reduce": reduce}
-    native = tmm.extension.native
-    longest = native.longest_plan_seconds()
     softmetal.faults()
-    try:
-        native.set_longest_plan_seconds(1e-9)
+    with longest_plan(1e-9):
         check(a, experts, ids, "mps", **options)
-    finally:
-        native.set_longest_plan_seconds(longest)
     assert len(softmetal.counters()) >= 3  # 64, 64 and 22 tokens
 
 
@@ -326,20 +320,10 @@ def test_tensors_that_require_grad_are_refused(argument):
 
 
 def dispatched(a: torch.Tensor, experts: Experts, ids: torch.Tensor, **options) -> list:
-    """Returns the counters of the dispatches of one call on mps, after asserting that the call did not wait for the
-    GPU.
-    """
-    import softmetal
-
+    """Returns the counters of the dispatches of one call on mps."""
     held, a, ids = experts.to("mps"), a.to("mps"), ids.to("mps")
     options = {k: v.to("mps") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    OPS.moe_gemm(a, held.b_packed, held.scales, ids, **held.arguments, **options)  # compiles
-    torch.mps.synchronize()
-    softmetal.faults()  # clears the list of dispatches
-    waits = softmetal.stream_counts().waits
-    OPS.moe_gemm(a, held.b_packed, held.scales, ids, **held.arguments, **options)
-    assert softmetal.stream_counts().waits == waits
-    return softmetal.counters()
+    return dispatches_of(lambda: OPS.moe_gemm(a, held.b_packed, held.scales, ids, **held.arguments, **options))
 
 
 def test_one_token_reads_exactly_the_weights_of_its_experts_in_one_dispatch(mps):

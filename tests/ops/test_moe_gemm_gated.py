@@ -1,19 +1,18 @@
 """moe_gemm_gated computes moe_gemm and gated_activation; with few rows, in one dispatch on mps."""
 
-import math
 import re
 
-import numpy as np
 import pytest
 import torch
 
 import torch_marlin_metal as tmm
 from tests.support import experts as reference_experts
 from tests.support import reference
-from tests.support.experts import Experts, experts_of, random, run
+from tests.support.decoder_reference import exact_activation
+from tests.support.dispatches import dispatches_of, longest_plan
+from tests.support.experts import Experts, experts_of, run
+from tests.support.reference import random
 from tests.support.samples import covering
-
-OPS = torch.ops.torch_marlin_metal
 
 OPS = torch.ops.torch_marlin_metal
 CLAMPED = {"activation": "clamped_silu", "interleaved": True, "limit": 2.0, "alpha": 1.7}
@@ -52,19 +51,6 @@ def check_two_steps(got: torch.Tensor, expected: torch.Tensor) -> None:
         assert torch.equal(got, expected)
 
 
-def exact_gated(gate: np.ndarray, up: np.ndarray, activation: str, limit: float = 0, alpha: float = 0) -> np.ndarray:
-    if activation == "gelu":
-        return 0.5 * gate * (1 + np.vectorize(math.erf)(gate / math.sqrt(2))) * up
-    if activation == "gelu_tanh":
-        return 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
-    if activation == "silu":
-        return gate / (1 + np.exp(-gate)) * up
-    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-    if activation == "limited_silu":
-        return gate / (1 + np.exp(-gate)) * up
-    return gate / (1 + np.exp(-alpha * gate)) * (up + 1)
-
-
 def check_exact(
     got: torch.Tensor, a: torch.Tensor, experts: Experts, ids: torch.Tensor, device: str, **options
 ) -> None:
@@ -73,13 +59,12 @@ def check_exact(
     raw_codes = reference.sums_raw_codes(device)
     exact, bound = map(torch.from_numpy, reference_experts.moe_gemm(a, experts, ids, bias=bias, raw_codes=raw_codes))
     (gate, up), (gate_error, up_error) = halves(exact, interleaved), halves(bound, interleaved)
-    gate, up, gate_error, up_error = (part.numpy() for part in (gate, up, gate_error, up_error))
     activation = {"activation": "silu"} | options
-    result = exact_gated(gate, up, **activation)
-    factor = np.abs(up) + up_error + (1 if activation["activation"] == "clamped_silu" else 0)
-    error = STEEPEST * gate_error * factor + np.abs(gate) * up_error + 2e-7 * np.abs(gate) * factor
-    error += reference.UNIT_ROUNDOFF[a.dtype] * (np.abs(result) + error) + reference.TINY[a.dtype]
-    reference.check_gemm(got.cpu(), result, error)
+    result = exact_activation(gate, up, **activation)
+    factor = up.abs() + up_error + (1 if activation["activation"] == "clamped_silu" else 0)
+    error = STEEPEST * gate_error * factor + gate.abs() * up_error + 2e-7 * gate.abs() * factor
+    error += reference.UNIT_ROUNDOFF[a.dtype] * (result.abs() + error) + reference.TINY[a.dtype]
+    reference.check_gemm(got.cpu(), result.numpy(), error.numpy())
 
 
 KINDS = [{}, CLAMPED, {"activation": "gelu_tanh", "interleaved": True}, {"activation": "gelu"}]
@@ -121,33 +106,22 @@ def test_the_two_operators_and_fp64(weight_format, dtype, case, device):
     ],
 )
 def test_which_products_take_one_dispatch(tokens, N, kernels, mps):
-    import softmetal
-
     experts = experts_of("uint4b8", K=144, N=N)
     held, a = experts.to(mps), random(tokens, 144, dtype=torch.float16).to(mps)
     ids = (torch.arange(2 * tokens).view(tokens, 2) % 5).to(mps)
-    run_gated(a, held, ids, mps)  # compiles
-    torch.mps.synchronize()
-    softmetal.faults()  # clears the list of dispatches
-    waits = softmetal.stream_counts().waits
-    got = run_gated(a, held, ids, mps)
-    assert softmetal.stream_counts().waits == waits
-    counters = softmetal.counters()
+    results = []
+    counters = dispatches_of(lambda: results.append(run_gated(a, held, ids, mps)))
     assert [re.split("_uint4b8|_float16", record.kernel)[0] for record in counters] == kernels
     if tokens == 1:
         assert counters[0].buffers[1]["distinct_read"] == 2 * 144 * N // 2  # the packed words of two experts
-    check_two_steps(got, in_two_steps(a, experts, ids, mps))
+    check_two_steps(results[0], in_two_steps(a, experts, ids, mps))
 
 
 def test_products_that_are_divided_take_two_dispatches_for_each_part(mps):
     experts = experts_of("uint4b8", K=144, N=256)
     ids = torch.randint(-1, 5, (150, 2), generator=torch.Generator().manual_seed(0))
-    longest = tmm.extension.native.longest_plan_seconds()
-    try:
-        tmm.extension.native.set_longest_plan_seconds(1e-9)
+    with longest_plan(1e-9):
         got = run_gated(random(150, 144), experts, ids, mps)
-    finally:
-        tmm.extension.native.set_longest_plan_seconds(longest)
     check_exact(got, random(150, 144), experts, ids, mps)
 
 

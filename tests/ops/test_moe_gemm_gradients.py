@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tests.support.experts import experts_of, make_experts, random, run
+from tests.support.dispatches import peak_bytes
+from tests.support.experts import experts_of, make_experts, run
+from tests.support.reference import random
 
 OPS = torch.ops.torch_marlin_metal
 
@@ -135,11 +137,7 @@ def test_backward_allocates_no_copy_of_an_expert(mps, monkeypatch):
     ids = torch.tensor([[0, 2]] * rows, device=mps)
     y = OPS.moe_gemm(a, experts.b_packed, experts.scales, ids, **experts.arguments)
     upstream = torch.ones_like(y)
-    torch.mps.synchronize()
-    before = torch.mps.current_allocated_memory()
-    torch.accelerator.reset_peak_memory_stats()
-    torch.autograd.grad(y, a, upstream, retain_graph=True)
-    kept = torch.accelerator.memory_stats()["allocated_bytes.all.peak"] - before
+    kept = peak_bytes(lambda: torch.autograd.grad(y, a, upstream, retain_graph=True))
     activation_bytes = 6 * rows * 2 * (wide + columns) * 4  # the result, and copies of rows
     assert whole // 8 <= kept <= whole // 8 + activation_bytes < whole // 2
 

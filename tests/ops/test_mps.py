@@ -4,7 +4,8 @@ import os
 import re
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 import torch_marlin_metal as tmm
 from tests.support import reference
+from tests.support.dispatches import dispatches_of
 from tests.support.programs import run_python
 
 OPS = torch.ops.torch_marlin_metal
@@ -24,8 +26,7 @@ VARIANTS = ("gemv", "fused", "double_buffered", "single_stage", "striped")
 software = pytest.mark.skipif(sys.platform == "darwin", reason="reads the software Metal device's counters")
 
 
-def activations(shape, dtype=torch.float16, seed=0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+activations = partial(reference.random, dtype=torch.float16)
 
 
 def run(a, weight, **extra) -> torch.Tensor:
@@ -33,26 +34,18 @@ def run(a, weight, **extra) -> torch.Tensor:
 
 
 def kernels_of(call) -> list[str]:
-    """Returns the names of the kernels that the call dispatches."""
-    import softmetal
-
-    call()  # the first product of a process also runs the probe kernel
-    torch.mps.synchronize()
-    softmetal.faults()
-    call()
-    return [record.kernel for record in softmetal.counters()]
+    return [record.kernel for record in dispatches_of(call, may_wait=True)]  # two_pass waits
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_each_variant_on_the_same_inputs(weight_format, variant, everything):
     K, N, M = 200, 70, 67
-    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
-    weight = reference.make_weight(weight_format, K, N, group_size)
+    weight = reference.make_weight(weight_format, K, N, 16)
     moved = weight.to("mps")
     turn = reference.FORMATS.index(weight_format) + VARIANTS.index(variant)
     for dtype in reference.dtypes_in_turn(turn, everything):
-        a, bias = activations((M, K), dtype), activations((N,), dtype, seed=1)
+        a, bias = activations(M, K, dtype=dtype), activations(N, dtype=dtype, seed=1)
         exact, bound = reference.gemm(a, weight, bias, raw_codes=variant == "gemv")
         for rows in (1, 9, M):
             result = run(a[:rows].to("mps"), moved, bias=bias.to("mps"), variant=variant)
@@ -66,7 +59,7 @@ def test_split_k_matches_and_repeats_bit_for_bit(variant):
     """With few columns and a long K, the planner splits K, so results pass through the workspace and the reduction."""
     K, N, M = 4096, 40, 3
     weight = reference.make_weight("uint4", K, N, 64)
-    a, bias = activations((M, K)), activations((N,), seed=1)
+    a, bias = activations(M, K), activations(N, seed=1)
     exact, bound = reference.gemm(a, weight, bias, raw_codes=variant == "gemv")
     moved = weight.to("mps")
     results = [run(a.to("mps"), moved, bias=bias.to("mps"), variant=variant).cpu() for _ in range(3)]
@@ -78,7 +71,7 @@ def test_split_k_matches_and_repeats_bit_for_bit(variant):
 @software
 def test_split_k_dispatches_the_product_and_then_the_reduction():
     weight = reference.make_weight("uint4", 4096, 40, 64).to("mps")
-    a = activations((3, 4096)).to("mps")
+    a = activations(3, 4096).to("mps")
     assert kernels_of(lambda: run(a, weight, variant="single_stage")) == [
         "gemm_single_stage_64x64x32_uint4_float16",
         "reduce_float16",
@@ -98,7 +91,7 @@ TILES = [
 def test_a_variant_can_be_named_with_its_tile(variant):
     K, N, M = 640, 140, 131
     weight = reference.make_weight("uint4", K, N, 64)
-    a, bias = activations((M, K)), activations((N,), seed=1)
+    a, bias = activations(M, K), activations(N, seed=1)
     exact, bound = reference.gemm(a, weight, bias)
     moved = weight.to("mps")
     results = []
@@ -119,10 +112,9 @@ def test_a_variant_can_be_named_with_its_tile(variant):
 def test_two_pass(weight_format, dtype):
     """two_pass rounds the weights to the activations' dtype, so its error bound is larger. Includes perm and bias."""
     K, N = 200, 70
-    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
-    weight = reference.make_weight(weight_format, K, N, group_size)
+    weight = reference.make_weight(weight_format, K, N, 16)
     perm = np.random.default_rng(0).permutation(K).astype(np.int32)
-    a, bias = activations((2, 33, K), dtype), activations((N,), torch.float32, seed=1)
+    a, bias = activations(2, 33, K, dtype=dtype), activations(N, dtype=torch.float32, seed=1)
     moved = weight.to("mps")
     for extra, order in (({}, None), ({"bias": bias}, None), ({"bias": bias, "perm": torch.from_numpy(perm)}, perm)):
         exact, bound = reference.gemm(a, weight, extra.get("bias"), perm=order)
@@ -138,7 +130,7 @@ def test_two_pass(weight_format, dtype):
 def test_rounded_takes_two_pass_where_it_is_faster_in_layers_that_round_weights():
     K, N, M = 1024, 1024, 1024
     weight = reference.make_weight("nvfp4", K, N, 16)
-    moved, a = weight.to("mps"), activations((M, K)).to("mps")
+    moved, a = weight.to("mps"), activations(M, K).to("mps")
     layer = tmm.MarlinLinear.from_packed(
         tmm.PackedWeight(b_packed=moved.b_packed, scales=moved.scales, **moved.arguments)
     )
@@ -154,7 +146,7 @@ def test_rounded_takes_two_pass_where_it_is_faster_in_layers_that_round_weights(
 @software
 def test_two_pass_dequantizes_and_is_never_chosen_by_auto():
     weight = reference.make_weight("uint4b8", 64, 24, 32).to("mps")
-    a = activations((600, 64)).to("mps")
+    a = activations(600, 64).to("mps")
     assert kernels_of(lambda: run(a, weight, variant="two_pass"))[0] == "dequantize_uint4b8_float16"
     assert not any("dequantize" in name for name in kernels_of(lambda: run(a, weight)))
 
@@ -163,7 +155,7 @@ def test_two_pass_dequantizes_and_is_never_chosen_by_auto():
 @pytest.mark.parametrize("M", [1, 7, 40, 300])
 def test_auto_dispatches_what_the_plan_says(M):
     weight = reference.make_weight("uint4b8", 256, 96, 32)
-    a = activations((M, 256)).to("mps")
+    a = activations(M, 256).to("mps")
     moved = weight.to("mps")
     expected = [dispatch.function for dispatch in reference.planned(M, weight, a.dtype).chosen.dispatches]
     assert kernels_of(lambda: run(a, moved)) == expected
@@ -198,7 +190,7 @@ def test_optionals_of_an_earlier_call_are_not_read_by_a_later_one():
     """The encoder keeps its bindings from one kernel to the next, so a kernel could read a stale tensor."""
     K, N = 64, 24
     weight = reference.make_weight("nvfp4", K, N, 16, global_scale_shape=(-1,))
-    a, bias = activations((3, K)), activations((N,), seed=1)
+    a, bias = activations(3, K), activations(N, seed=1)
     perm = torch.from_numpy(np.random.default_rng(0).permutation(K).astype(np.int32))
     plain = dict(weight.arguments, global_scale=None)
     moved = weight.to("mps")
@@ -213,7 +205,7 @@ def test_inputs_may_die_before_the_work_runs():
     """A call only encodes the work, which runs later; its inputs must be kept until then."""
     K, N = 64, 24
     weight = reference.make_weight("uint4b8", K, N, 16)
-    a = activations((3, K))
+    a = activations(3, K)
     exact, bound = reference.gemm(a, weight, raw_codes=True)
     results = []
     for _ in range(20):
@@ -228,19 +220,13 @@ def test_inputs_may_die_before_the_work_runs():
 def test_two_threads_can_multiply_at_the_same_time():
     K, N = 64, 24
     weight = reference.make_weight("uint4", K, N, 16)
-    a = activations((5, K))
+    a = activations(5, K)
     exact, bound = reference.gemm(a, weight, raw_codes=True)
     moved, a_mps = weight.to("mps"), a.to("mps")
-    results: dict[int, list[torch.Tensor]] = {0: [], 1: []}
-    threads = [
-        threading.Thread(target=lambda i=i: results[i].extend(run(a_mps, moved) for _ in range(20))) for i in (0, 1)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results[0] + results[1]:
-        reference.check_gemm(result, exact, bound)
+    with ThreadPoolExecutor(2) as threads:
+        for results in threads.map(lambda _: [run(a_mps, moved) for _ in range(20)], range(2)):
+            for result in results:
+                reference.check_gemm(result, exact, bound)
 
 
 @pytest.mark.parametrize("value", [-1, 64, 2**31 - 1, -(2**31)])
@@ -249,7 +235,7 @@ def test_a_perm_out_of_range_reads_and_writes_nothing(value):
     K, N, j = 64, 24, 5
     weight = reference.make_weight("uint4b8", K, N, 16)
     codes = np.random.default_rng(0).permutation(K).astype(np.int32)
-    a = activations((3, K))
+    a = activations(3, K)
     without = a.clone()
     without[:, codes[j]] = 0
     damaged = torch.from_numpy(codes.copy())
@@ -313,7 +299,7 @@ def test_a_pipeline_that_allows_too_few_threads_raises_and_dispatches_nothing():
     import softmetal
 
     weight = reference.make_weight("uint4b8", 64, 64, 32).to("mps")
-    a = activations((59, 64), torch.float32).to("mps")
+    a = activations(59, 64, dtype=torch.float32).to("mps")
     expected = run(a[:31], weight, variant="single_stage")
     torch.mps.synchronize()
     softmetal.faults()
@@ -333,8 +319,7 @@ def test_a_pipeline_that_allows_too_few_threads_raises_and_dispatches_nothing():
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_activations_far_from_one(weight_format, magnitude, dtype):
     """The decode must not scale an intermediate product out of fp32's range."""
-    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 32
-    weight = reference.make_weight(weight_format, 64, 40, group_size)
+    weight = reference.make_weight(weight_format, 64, 40, 32)
     for M in (1, 4, 33):
         a = (torch.rand(M, 64, generator=torch.Generator().manual_seed(M)) * magnitude).to(dtype)
         exact, bound = reference.gemm(a, weight, raw_codes=True)
@@ -347,7 +332,7 @@ def test_a_table_entry_that_no_code_names_reaches_nothing(variant, value):
     """K is 40, so the last tile is padded along K. The padding must not be decoded through the table."""
     codes = np.random.default_rng(0).integers(1, 16, (40, 40), dtype=np.uint8)
     weight = reference.make_weight("lut4", 40, 40, 32, codes=codes)
-    a = activations((3, 40), torch.float32)
+    a = activations(3, 40, dtype=torch.float32)
     exact, bound = reference.gemm(a, weight)
     weight.arguments["lut"][0] = value
     reference.check_gemm(run(a.to("mps"), weight.to("mps"), variant=variant), exact, bound)
@@ -356,8 +341,7 @@ def test_a_table_entry_that_no_code_names_reaches_nothing(variant, value):
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
 def test_dequantize_has_the_bits_of_the_cpu(weight_format, dtype):
-    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 32
-    weight = reference.make_weight(weight_format, 72, 40, group_size, scales_dtype=torch.float32)
+    weight = reference.make_weight(weight_format, 72, 40, 32, scales_dtype=torch.float32)
     moved = weight.to("mps")
     got = OPS.dequantize(moved.b_packed, moved.scales, **moved.arguments, dtype=dtype)
     assert torch.equal(got.cpu(), OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments, dtype=dtype))

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import torch_marlin_metal as tmm
 from tests.support import reference
-from tests.support.experts import make_experts, moe_gemm, random
+from tests.support.experts import make_experts, moe_gemm
 from tests.support.experts import run as run_experts
 from tests.support.programs import run_python
+from tests.support.reference import random
 from torch_marlin_metal.extension import native
 
 OPS = torch.ops.torch_marlin_metal
@@ -76,9 +76,8 @@ def check_products(
     formats += [(name, {"zeros_dtype": dtype}) for name in ("uint4", "uint4_bias") for dtype in floats]
     kernels()
     for turn, (weight_format, options) in list(enumerate(formats))[:: 1 if whole else step]:
-        fixed = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size
         for i, dtype in enumerate(dtypes_in_turn(turn, whole)):
-            group_size = fixed or group_sizes[(turn + i) % len(group_sizes)]
+            group_size = group_sizes[(turn + i) % len(group_sizes)]
             weight = reference.make_weight(weight_format, K, N, group_size, seed=turn, **options)
             generator = torch.Generator().manual_seed(turn)
             a = torch.randn(max(rows), K, generator=generator).to(dtype)
@@ -105,7 +104,7 @@ def check_mixtures(K: int, N: int, group_sizes: tuple[int, ...], ids: torch.Tens
 
     kernels()
     for turn, weight_format in list(enumerate(FORMATS))[:: 1 if whole else step]:
-        group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or group_sizes[turn % len(group_sizes)]
+        group_size = group_sizes[turn % len(group_sizes)]
         scale = {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
         experts = make_experts(weight_format, 3, K, N, group_size, use_perm=turn % 2 == 1, **scale)
         options = {"bias": random(3, N, seed=1)} if turn % 3 != 1 else {}
@@ -135,7 +134,7 @@ def formats_in_fast_mode(whole: bool) -> None:
 def product(dtype: torch.dtype, M: int = 33, N: int = 70, K: int = 200, **options) -> list[str]:
     """Multiplies, checks the values and returns the kernels."""
     weight = reference.make_weight("uint4b8", K, N, 32)
-    a = torch.randn(M, K, generator=torch.Generator().manual_seed(M)).to(dtype)
+    a = random(M, K, dtype=dtype, seed=M)
     exact, bound = reference.gemm(a, weight, raw_codes=False)
     kernels()
     reference.check_gemm(run(a.to("mps"), weight.to("mps"), **options), exact, bound)

@@ -8,6 +8,7 @@ import torch
 
 from tests.support import experts as reference_experts
 from tests.support import reference
+from tests.support.reference import random
 from torch_marlin_metal.packed_weight import PackedWeight
 
 OPS = torch.ops.torch_marlin_metal
@@ -35,10 +36,6 @@ def weight_of(case: tuple) -> reference.Weight:
 
 def packed(weight: reference.Weight) -> PackedWeight:
     return PackedWeight(weight.b_packed, weight.scales, **weight.arguments)
-
-
-def random(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

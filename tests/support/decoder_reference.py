@@ -7,10 +7,6 @@ import torch
 from tests.support import reference
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def check(got: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor) -> None:
     """Requires an error of at most one rounding to the result's dtype plus 16 fp32 roundings of `magnitude`."""
     bound = reference.UNIT_ROUNDOFF[got.dtype] * exact.abs() + reference.TINY[got.dtype] + 16 * 2.0**-24 * magnitude

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-import torch_marlin_metal as tmm
+import torch_marlin_metal  # noqa: F401  registers the operators
 from tests.support import reference
 
 OPS = torch.ops.torch_marlin_metal
@@ -86,13 +86,8 @@ def moe_gemm(
 
 def experts_of(weight_format: str, E: int = 5, K: int = 80, N: int = 41, **options) -> Experts:
     """Returns random experts. The group size is 16, unless the format fixes another one."""
-    group_size = tmm.WEIGHT_FORMATS[weight_format].fixed_group_size or 16
     options |= {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
-    return make_experts(weight_format, E, K, N, group_size, **options)
-
-
-def random(*shape, dtype=torch.float32, seed=0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return make_experts(weight_format, E, K, N, 16, **options)
 
 
 def run(a: torch.Tensor, experts: Experts, ids: torch.Tensor, device: str = "cpu", **options) -> torch.Tensor:

@@ -7,7 +7,6 @@ from tests.support.reference import make_weight
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import PackedWeight
 
-GROUP = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 K, N = 136, 72
 
 
@@ -17,7 +16,7 @@ def packed_of(
     """Returns a random weight in two forms: as a reference.Weight, and as a PackedWeight."""
     if weight_format == "nvfp4":
         kw.setdefault("global_scale_shape", (1,))
-    weight = make_weight(weight_format, K, N, GROUP.get(weight_format, 64), **kw)
+    weight = make_weight(weight_format, K, N, 64, **kw)
     rng = np.random.default_rng(7)
     order = torch.from_numpy(rng.permutation(K).astype(np.int32)) if perm else None
     offset = torch.from_numpy(rng.standard_normal(N)).float() if bias else None

@@ -16,6 +16,7 @@ ANY_FORMAT = (*FORMATS, *WIDE)
 OFFSETS = {"uint4b8": 8, "uint5b16": 16, "uint6b32": 32, "uint8b128": 128}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 GROUP_SIZES = (16, 32, 64, 128, 256)
+FIXED_GROUP_SIZES = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 
 # OCP MX v1.0: sign, two exponent bits (bias 1), one mantissa bit.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -53,6 +54,10 @@ def e4m3(codes: np.ndarray) -> np.ndarray:
 
 def e8m0(codes: np.ndarray) -> np.ndarray:
     return np.where(codes == 255, np.nan, 2.0 ** (codes.astype(np.float64) - 127))
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -132,9 +137,11 @@ def make_weight(
 ) -> Weight:
     """Returns a random weight of a format. All scales are multiplied by 2^exponent. E4M3 codes are finite.
 
+    A format with a fixed group size has this size, whatever `group_size` is.
     With `super_dtype`, scales of formats with floating scales have two levels; `scales_dtype` is then uint8 or int8.
     Biases also have two levels if `zeros_dtype` is uint8. With `block_scales`, one scale is for 128 columns.
     """
+    group_size = FIXED_GROUP_SIZES.get(weight_format, group_size)
     rng = np.random.default_rng([seed, K, N, group_size])
     bits = code_bits(weight_format)
     is_e4m3 = weight_format in ("float8_e4m3", "mxfp8")

@@ -15,15 +15,16 @@ def _in_order(K: int, group_size: int, dtype: torch.dtype) -> Tensor:
     return torch.arange(K, dtype=dtype, device="cpu") // group_size
 
 
-def read_g_idx(layer: Layer, role: str, K: int, G: int, group_size: int) -> Tensor | None:
-    """Returns the group of each row, `[K]`, or None if the rows are in order.
+def read_permutation(layer: Layer, role: str, K: int, G: int, group_size: int) -> Tensor | None:
+    """Reads a layer's `g_idx` and returns the permutation of the rows, int32 `[K]`, or None if they are in order.
 
-    Returns None also if the tensor is absent or was never filled in. Some files without act-order store the tensor with
-    the same value in every row: -1 in old compressed-tensors files, 0 in some GPTQ files. exllama and
-    text-generation-inference treat such a tensor as not filled in too.
+    Row j of the packed weight is row perm[j] of the file. Returns None also if the tensor is absent or was never filled
+    in. Some files without act-order store the tensor with the same value in every row: -1 in old compressed-tensors
+    files, 0 in some GPTQ files. exllama and text-generation-inference treat such a tensor as not filled in too.
 
     Raises:
-        CheckpointError: the tensor has a wrong shape or dtype, or a group is out of range.
+        CheckpointError: the tensor has a wrong shape or dtype, a group is out of range, or a group does not have
+            `group_size` rows. Only the last group may have fewer.
     """
     if role not in layer:
         return None
@@ -42,19 +43,6 @@ def read_g_idx(layer: Layer, role: str, K: int, G: int, group_size: int) -> Tens
             f"{layer.file}: layer {layer.name!r}: {role} is all zero with {G} groups: read as no act-order",
             stacklevel=2,
         )
-        return None
-    return g_idx
-
-
-def permutation(layer: Layer, role: str, g_idx: Tensor | None, group_size: int) -> Tensor | None:
-    """Returns the permutation of rows, int32 `[K]`, or None if the rows are in order.
-
-    Row j of the packed weight is row perm[j] of the file.
-
-    Raises:
-        CheckpointError: a group does not have `group_size` rows. Only the last group may have fewer.
-    """
-    if g_idx is None:
         return None
     try:
         return gptq_perm(g_idx, group_size)

@@ -9,8 +9,7 @@ MX_BLOCK = 32
 NVFP4_BLOCK = 16
 NVFP4_LARGEST = 448.0 * 6.0  # E4M3's largest scale times E2M1's largest code
 E8M0_ONE = 127
-# To find blocks of zeros: format -> (mask of the magnitude bits in a word, words in a block). A code is zero if its
-# magnitude bits are all 0.
+# Format -> (mask of the magnitude bits in a word, words in a block). Codes are zero if these bits are all 0.
 MAGNITUDES = {"mxfp4": (0x77777777, 4), "mxfp8": (0x7F7F7F7F, 8)}
 
 
@@ -32,8 +31,8 @@ def nvfp4(
 def untiled(stored: Tensor, N: int, blocks: int) -> Tensor:
     """Returns scale codes `[blocks, N]` of a file that stores them in padded tiles of 128 rows x 4 blocks.
 
-    A tile is stored as 32 x 4 x 4. This is the order in which cuBLAS reads scales (see "block scaling factors" in
-    cuBLAS's documentation).
+    A tile is stored as `[32, 4, 4]`: the scale of row r and block b is element (r % 32, r // 32, b). cuBLAS reads
+    scales in this order (see "block scaling factors" in its documentation).
     """
     across = -(-blocks // 4)
     rows = stored.reshape(-1, across, 32, 4, 4).permute(0, 3, 2, 1, 4)

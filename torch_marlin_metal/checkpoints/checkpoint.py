@@ -1,5 +1,6 @@
 """A checkpoint directory: its configuration, its tensors by name, and a reader for single tensors."""
 
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,11 +52,15 @@ class Checkpoint:
             if part is not None:
                 whole = tensor if index is None else tensor[index]
                 return whole.narrow(part.axis, part.start, part.stop - part.start).clone()
-            # A complete tensor is not copied. Tensors of a pickle may share memory, so copies would use more.
+            # A complete tensor is not copied, because tensors of a pickle may share memory, and copies would not.
             return tensor.contiguous() if index is None else tensor[index].clone(memory_format=torch.contiguous_format)
         if index is None and part is None and name in self.ahead:
             return self.ahead.pop(name)
         return read_tensor(self.tensors[name], index, part)
+
+    def in_order(self) -> list[TensorInfo]:
+        """Returns the tensors in the order of the files."""
+        return sorted(self.tensors.values(), key=lambda info: (info.file.name, info.offset))
 
     def error(self, name: str, message: str) -> CheckpointError:
         """Makes an error whose message names the tensor and its file."""
@@ -110,7 +115,6 @@ def open_checkpoint(path: Path, allow_pickle: bool = False, quantized: bool = Tr
 
 
 def _settings_of_file(path: Path) -> Settings | None:
-    """Infers settings from the names, dtypes and metadata of a single file. Returns None if nothing is quantized."""
     found = [path] if path.is_file() else list(path.glob("*.safetensors"))
     if len(found) != 1:
         return None
@@ -169,17 +173,10 @@ def _read_index(path: Path, index: Path, allow_pickle: bool) -> dict[str, Path]:
                 f"index, got {shard!r}"
             )
         if shard not in files:
-            if not _exists(path / shard):
+            if not os.path.exists(path / shard):  # False also for a name that the file system does not allow
                 raise CheckpointError(f"{index}: tensor {name!r}: its shard {shard[:MAX_NAME]} is missing")
             files[shard] = regular_file(path / shard)
     return {name: files[shard] for name, shard in weight_map.items()}
-
-
-def _exists(file: Path) -> bool:
-    try:
-        return file.exists()
-    except OSError:  # the file system does not allow this name
-        return False
 
 
 def _load_pickle(file: Path, loaded: dict[str, Tensor]) -> dict[str, TensorInfo]:

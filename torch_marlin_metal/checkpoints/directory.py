@@ -83,7 +83,7 @@ class DirectoryReader(CheckpointReader):
         layer = self._layers[index]
         shape = layer.shape("weight") if "weight" in layer else ()
         kind = layer.dtype("weight") if len(shape) == 2 else ""
-        is_nvfp4 = "weight_scale_2" in layer  # in other formats the bytes have another layout
+        is_nvfp4 = "weight_scale_2" in layer  # uint8 weights of other formats have another layout
         if kind not in SIZES or (kind == "U8" and not is_nvfp4):
             return super().sizes(index)
         return shape[0], shape[1] * SIZES[kind]
@@ -107,8 +107,8 @@ class DirectoryReader(CheckpointReader):
 
     def check_headers(self, index: int) -> None:
         """Raises UnsupportedFormat if the headers show that the layer cannot be packed."""
-        # The format gets tensors on the meta device, which have no values. If it needs values, it raises one of these
-        # errors, and the headers decide nothing.
+        # The format gets tensors on the meta device. If it needs values, torch raises one of these errors. Then the
+        # headers do not show whether the layer can be packed.
         with suppress(RuntimeError, NotImplementedError):
             self.format.read(self._layers[index].headers(), self.checkpoint.settings, self.options)
 
@@ -154,7 +154,7 @@ class DirectoryReader(CheckpointReader):
         try:
             return weight.validate()
         except PackedWeightError as error:
-            role = self.format.fields.get(error.field, next(iter(layer.roles)))
+            role = self.format.fields.get(error.field, error.field)
             raise layer.error(role if role in layer else next(iter(layer.roles)), str(error)) from error
 
     def bias(self, index: int) -> Tensor | None:
@@ -205,12 +205,10 @@ def open_reader(path: str | os.PathLike[str], options: ReadOptions | None = None
     given, place = ReadOptions.of(options, fields), Path(path)
     if not place.exists():
         raise CheckpointError(f"{place}: does not exist")
-    if place.is_dir():
+    if place.is_dir() or (place.suffix == ".safetensors" and place.is_file()):
         return DirectoryReader(place, given)
     if place.suffix == ".gguf" and place.is_file():
         return GgufReader(place, given)
-    if place.suffix == ".safetensors" and place.is_file():
-        return DirectoryReader(place, given)
     raise CheckpointError(f"{place}: expected a directory, a .gguf or a .safetensors file")
 
 

@@ -14,7 +14,7 @@ from torch_marlin_metal.checkpoints.layer_tensors import FLOATS, Layer
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import SCALE_BLOCK, PackedWeight
 
-BLOCK = (128, 128)  # rows and columns that share a scale, if the settings state no block size
+BLOCK = (SCALE_BLOCK, SCALE_BLOCK)  # rows and columns that share a scale, if the settings state no block size
 E4M3, E5M2, INT8 = "F8_E4M3", "F8_E5M2", "I8"
 EXPONENTS = ("U8", "F8_E8M0")
 NAN_EXPONENT = 255  # E8M0 of the OCP Microscaling specification
@@ -57,7 +57,10 @@ def read_bytes(
     dtype = layer.dtype(scale) if scale in layer else "F32"
     if dtype not in (*FLOATS, *EXPONENTS):
         raise layer.error(scale, f"expected floats or exponents, got {dtype}")
-    per_row, group_size, stored = _grouped(layer, scale, layer.read(scale) if scales is None else scales, (N, K))
+    per_row, group_size, stored = _blocks(layer, scale, layer.read(scale) if scales is None else scales, (N, K))
+    columns = input_scale(layer, K)
+    keeps_blocks = kind == E4M3 and (per_row, group_size) == BLOCK and N % SCALE_BLOCK == K % 8 == 0 and columns is None
+    stored = (stored if keeps_blocks else spread(stored, N, per_row)).t()
     factors = exponents(stored) if dtype in EXPONENTS else stored
     codes, points, weight_format = layer.read(weight).view(torch.uint8), None, "float8_e4m3"
     if kind == INT8:
@@ -74,7 +77,6 @@ def read_bytes(
             values = decoded(words_of_codes(own, 8), weight_format, K, group_size, scale, zeros)
         return values if columns is None else values * columns
 
-    columns = input_scale(layer, K)
     floats = partial(FloatRows, N, K, rows)
     if kind == E5M2:
         raise layer.unsupported("E5M2 weights, which have no weight format", floats)
@@ -83,8 +85,6 @@ def read_bytes(
     words = words_of_codes(codes, 8)
     if dtype in EXPONENTS and group_size == MX_BLOCK and kind == E4M3 and K % 8 == 0:
         return mx(words, stored.view(torch.uint8), "mxfp8", layer.bias(N), source)
-    if kind == E4M3 and (per_row, group_size) == (SCALE_BLOCK, SCALE_BLOCK) and N % SCALE_BLOCK == K % 8 == 0:
-        factors = factors[:, ::SCALE_BLOCK]
     return packed(layer, words, weight_format, group_size, factors, points, source=source, K=K)
 
 
@@ -110,17 +110,17 @@ def exponents(stored: Tensor) -> Tensor:
 
 
 def _zero_points(layer: Layer, role: str, stored: Tensor, group_size: int, shape: tuple[int, int]) -> Tensor:
-    """Returns the zero points `[G, N]` for codes plus 128: uint8 if they are whole numbers, else floating point."""
-    _, size, points = _grouped(layer, role, stored, shape)
+    """Reads zero points of int8 codes and returns those of unsigned codes, `[G, N]`; see `unsigned`."""
+    per_row, size, points = _blocks(layer, role, stored, shape)
     if size != group_size:
         raise layer.error(role, f"expected one zero point for each scale, got {list(stored.shape)}")
-    return unsigned(points, 8)
+    return unsigned(spread(points, shape[0], per_row).t(), 8)
 
 
-def _grouped(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> tuple[int, int, Tensor]:
-    """Returns the number of rows and of k that share a value, and the values expanded to `[G, N]`.
+def _blocks(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> tuple[int, int, Tensor]:
+    """Returns the number of rows of a block, its number of columns, and the matrix with one value for each block.
 
-    `given` has one value per tensor, row, group or block.
+    `given` has one value for the tensor, or one for each row, group or block.
     """
     N, K = shape
     stored = given
@@ -140,7 +140,7 @@ def _grouped(layer: Layer, role: str, given: Tensor, shape: tuple[int, int]) -> 
     for block in (*blocks, BLOCK):
         per_row, per_column = _size(N, rows, block[0]), _size(K, columns, block[1])
         if per_row and per_column:
-            return per_row, per_column, (given.expand(N, -1) if rows in (1, N) else spread(given, N, per_row)).t()
+            return per_row, per_column, given
     raise layer.error(role, f"{list(stored.shape)} does not agree with a weight of {list(shape)}")
 
 

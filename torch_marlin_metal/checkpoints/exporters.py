@@ -51,7 +51,6 @@ def _bits(weight: PackedWeight) -> int:
 
 
 def _packed_zeros(zeros: Tensor, bits: int, version: int) -> Tensor:
-    """Packs zero points `[G, N]` along N as GPTQ does."""
     if bits == 4:
         return pack_gptq_zeros(zeros, version)
     words = zeros.contiguous().view(torch.int32)
@@ -85,7 +84,7 @@ class Exporter(Protocol):
         ...
 
     def settings(self) -> dict[str, Any]:
-        """Returns the `quantization_config` for the layers that `tensors` converted, at least one."""
+        """Returns the `quantization_config` for the layers that `tensors` converted. There must be at least one."""
         ...
 
     @property
@@ -202,7 +201,7 @@ class CompressedTensorsExporter:
         zeros, symmetric = _integer_zeros(weight, "compressed-tensors"), fmt.is_symmetric
         scheme = {"num_bits": bits, "type": "int", "symmetric": symmetric, **_strategy(weight)}
         scheme |= {"actorder": None if weight.perm is None else "group"}
-        self._register(weight, "pack-quantized", scheme)
+        self.layers[weight.name] = "pack-quantized", tuple(scheme.items())
         tensors = {
             "weight_packed": pack_gptq(weight.b_packed, perm=weight.perm, code_bits=bits).t(),
             "weight_scale": weight.scales.t(),
@@ -223,7 +222,7 @@ class CompressedTensorsExporter:
         coded = weight_format(weight.weight_format).has_coded_scales
         if coded:
             scheme |= {"scale_dtype": "torch.uint8"}
-        self._register(weight, "mxfp8-quantized" if coded else "float-quantized", scheme)
+        self.layers[weight.name] = "mxfp8-quantized" if coded else "float-quantized", tuple(scheme.items())
         return {"weight": codes, "weight_scale": weight.scales.t()}
 
     def _fp4(self, weight: PackedWeight) -> dict[str, Tensor]:
@@ -231,7 +230,8 @@ class CompressedTensorsExporter:
         tensors = {"weight_packed": packed, "weight_scale": weight.scales.t()}
         if weight_format(weight.weight_format).scale_coding == "e8m0":
             scheme = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
-            self._register(weight, "mxfp4-pack-quantized", scheme | {"scale_dtype": "torch.uint8"})
+            scheme |= {"scale_dtype": "torch.uint8"}
+            self.layers[weight.name] = "mxfp4-pack-quantized", tuple(scheme.items())
             return tensors
         given = weight.global_scale
         multiplier = torch.ones(1, device=weight.b_packed.device) if given is None else given.reshape(-1)
@@ -239,12 +239,10 @@ class CompressedTensorsExporter:
         if divisor.numel() != 1 or not torch.equal(1 / divisor, multiplier):
             raise _refuse(weight, "compressed-tensors", "its global scale is not the inverse of one fp32 number")
         scheme = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
-        self._register(weight, "nvfp4-pack-quantized", scheme | {"scale_dtype": "torch.float8_e4m3fn"})
+        scheme |= {"scale_dtype": "torch.float8_e4m3fn"}
+        self.layers[weight.name] = "nvfp4-pack-quantized", tuple(scheme.items())
         scales = weight.scales.t().contiguous().view(torch.float8_e4m3fn)
         return tensors | {"weight_scale": scales, "weight_global_scale": divisor}
-
-    def _register(self, weight: PackedWeight, format_name: str, scheme: dict[str, Any]) -> None:
-        self.layers[weight.name] = (format_name, tuple(scheme.items()))
 
     @property
     def has_layers(self) -> bool:

@@ -57,7 +57,7 @@ class FloatLayer:
 
     @property
     def partner(self) -> str:
-        """Returns the up layer's name for an expert's gate layer, the gate layer's name for its up layer, else ""."""
+        """Returns the name of an expert's up layer for its gate layer and vice versa, and "" for other layers."""
         owner, _, part = self.name.rpartition(".")
         for gate, up, _ in PARTS if self.experts and self.index is None else ():
             if part in (gate, up):
@@ -75,6 +75,12 @@ class FloatModel:
     Args:
         model: a transformers model on the meta device.
         vocabulary_format: see `FloatReader`.
+
+    Attributes:
+        words: the model's names of embeddings and output layers that are packed as parts of the vocabulary.
+        heads: the model's names of output layers.
+        default: the model's names of the layers that are quantized if no filter is given.
+        lookups: the model's names of embeddings and convolutions.
     """
 
     def __init__(self, model: Any, vocabulary_format: str | None) -> None:
@@ -84,37 +90,22 @@ class FloatModel:
         tables, heads = vocabulary_of(model, vocabulary_format)
         tables = {table for table in tables if not why_not_embedding(by_id[table])}
         words = tables if vocabulary_format == IN_FLOATS else tables | heads
-        self._words = {name for name, module in modules.items() if id(module) in words}
-        self._heads = {name for name, module in modules.items() if id(module) in heads}
-        self._linear = {
+        self.words = {name for name, module in modules.items() if id(module) in words}
+        self.heads = {name for name, module in modules.items() if id(module) in heads}
+        self.default = self.words | {
             name
             for name, module in modules.items()
             if type(module) is nn.Linear
             and id(module) not in staying
             and (id(module) in words or id(module) not in heads)
         }
-        self._lookups = {
+        self.lookups = {
             name for name, module in modules.items() if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd))
         }
 
     def name_of(self, name: str) -> str:
         """Returns the model's name for a layer of the checkpoint."""
         return self._names.layer(name)
-
-    def is_vocabulary(self, name: str) -> bool:
-        """Returns True for an embedding or an output layer that is packed as part of the vocabulary."""
-        return self._names.layer(name) in self._words
-
-    def is_head(self, name: str) -> bool:
-        return self._names.layer(name) in self._heads
-
-    def is_default(self, name: str) -> bool:
-        """Returns True if the layer is quantized when no filter is given."""
-        return self._names.layer(name) in self._linear | self._words
-
-    def is_lookup(self, name: str) -> bool:
-        """Returns True for an embedding or a convolution."""
-        return self._names.layer(name) in self._lookups
 
     def with_experts(self, checkpoint: Checkpoint, layers: list[FloatLayer]) -> list[FloatLayer]:
         """Adds the matrices of stacked experts, and sets the name of the experts module in each layer of an expert.
@@ -128,7 +119,7 @@ class FloatModel:
             if named is not None:
                 layer = replace(layer, experts=named[0], group=layer.name.rsplit(".", 2)[0])
             found.append(layer)
-        for info in in_order(checkpoint):
+        for info in checkpoint.in_order():
             if len(info.shape) == 3 and info.dtype in FLOATS:
                 found += self._stack(checkpoint, info)
         counts = Counter(layer.experts for layer in found if layer.experts)
@@ -177,15 +168,17 @@ def choose_layers(
         CheckpointError: the checkpoint has no layer to quantize, or its model is unknown to transformers.
     """
     wanted, model = [_matrix(checkpoint, name) for name in matrices(checkpoint)], None
+    advice = f"name the layers to quantize ({typed('include')})"
     try:
-        model = FloatModel(_model_of(checkpoint), vocabulary_format)
+        empty = empty_model(checkpoint.path, checkpoint.config.get("architectures"), advice)
+        model = FloatModel(empty, vocabulary_format)
     except CheckpointError:
         if include is None:
             raise
     if model is not None:
         wanted = model.with_experts(checkpoint, wanted)
-        heads = {layer.name for layer in wanted if model.is_head(layer.name)}
-        words = {layer.name for layer in wanted if model.is_vocabulary(layer.name)}
+        heads = {layer.name for layer in wanted if model.name_of(layer.name) in model.heads}
+        words = {layer.name for layer in wanted if model.name_of(layer.name) in model.words}
         outputs = heads or words
         wanted = [
             replace(layer, is_vocabulary=layer.name in words, is_output=layer.name in outputs) for layer in wanted
@@ -194,7 +187,7 @@ def choose_layers(
     check_patterns(str(checkpoint.path), names, include=include, exclude=exclude)
     if include is None:
         assert model is not None
-        chosen = [layer for layer in wanted if layer.experts or model.is_default(layer.name)]
+        chosen = [layer for layer in wanted if layer.experts or model.name_of(layer.name) in model.default]
         if not chosen:
             raise CheckpointError(f"{checkpoint.path}: none of its {len(wanted)} matrices is to be quantized")
     else:
@@ -208,16 +201,11 @@ def choose_layers(
     left = _matrix_bytes(checkpoint)
     settled = {*(layer.weight for layer in chosen), *(layer.weight for layer in wanted if layer.selected(exclude))}
     for name in list(left):
-        lookup = include is None and model is not None and model.is_lookup(name)
+        lookup = include is None and model is not None and model.name_of(name) in model.lookups
         unasked = selects(exclude, name) or not (include is None or selects(include, name))
         if lookup or unasked or not settled.isdisjoint((name, f"{name}.weight")):
             del left[name]
     return chosen, left
-
-
-def _model_of(checkpoint: Checkpoint) -> Any:
-    advice = f"name the layers to quantize ({typed('include')})"
-    return empty_model(checkpoint.path, checkpoint.config.get("architectures"), advice)
 
 
 def layers_by_module(model: Any, checkpoint: Checkpoint) -> dict[str, list[FloatLayer]]:
@@ -251,16 +239,11 @@ def _check_whole(checkpoint: Checkpoint, wanted: list[FloatLayer], chosen: list[
             )
 
 
-def in_order(checkpoint: Checkpoint) -> list[Any]:
-    """Returns the tensors in the order of the files."""
-    return sorted(checkpoint.tensors.values(), key=lambda info: (info.file.name, info.offset))
-
-
 def matrices(checkpoint: Checkpoint) -> list[str]:
     """Returns the names of layers whose float `weight` can be packed, in the order of the files."""
     return [
         info.name.removesuffix(".weight")
-        for info in in_order(checkpoint)
+        for info in checkpoint.in_order()
         if info.name.endswith(".weight") and len(info.shape) == 2 and info.dtype in FLOATS
         if info.shape[0] and info.shape[1] and info.shape[1] % 8 == 0
     ]

@@ -141,7 +141,6 @@ class FloatReader(CheckpointReader):
         return recipe
 
     def _liked(self, like: str, layers: list[FloatLayer]) -> Recipe:
-        """Returns the recipe with the formats that llama.cpp's recipe `like` assigns to the layers."""
         described = [
             Described(layer.name, layer.K, layer.is_output, layer.is_vocabulary and not layer.is_output)
             for layer in layers

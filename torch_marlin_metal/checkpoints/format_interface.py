@@ -49,7 +49,8 @@ class DirectoryFormat(Format):
         methods: the `quant_method` values of this format.
         anchors: ending -> role, for the tensor that every layer has. Its name without the ending is the layer's name.
         roles: role -> possible endings, for the layer's other tensors.
-        fields: field of `PackedWeight` -> role. An error about a field names the tensor with this role.
+        fields: field of `PackedWeight` -> role, where the names differ. An error about a field names the tensor with
+            this role.
         check: raises UnsupportedFormat if the settings of a checkpoint describe layers that are not supported.
         read: converts one layer.
         implied: recognizes checkpoints of this format whose settings do not name a method.
@@ -59,8 +60,8 @@ class DirectoryFormat(Format):
         marks: the last part of the names of tensors that only mark a file as one of this format.
         listed: returns the layers' names, for a format whose settings list them. All other names are not layers, even
             if a tensor is named like a part of a layer.
-        scaled: ending -> role, for scales next to a `weight`. A `weight` with such scales is a packed layer unless it
-            is floating point or has an anchor.
+        scaled: ending -> role, for scales next to a `weight`. Such a layer is packed if `weight` is not floating point
+            and no tensor has an ending of `anchors`.
         unscaled: dtypes of a `weight` that is a layer even without scales, because its elements are the values.
         axes: what is needed to read a part of a layer: role -> the unit of each dimension of the tensor. Empty if a
             layer can only be read in full. The units are:
@@ -86,8 +87,8 @@ class DirectoryFormat(Format):
     methods: tuple[str, ...]
     anchors: Mapping[str, str]
     roles: Mapping[str, tuple[str, ...]]
-    fields: Mapping[str, str]
-    check: Callable[[Checkpoint, Settings], None]
+    fields: Mapping[str, str] = field(default_factory=dict)
+    check: Callable[[Checkpoint, Settings], None] = lambda checkpoint, settings: None
     read: Read
     implied: Callable[[Checkpoint], bool] = lambda checkpoint: False
     delegate: "Callable[[Settings], DirectoryFormat] | None" = None
@@ -108,7 +109,7 @@ class DirectoryFormat(Format):
 
     def layers(self, checkpoint: Checkpoint) -> Iterator[Layer]:
         """Yields the layers in the order of the files."""
-        places = sorted(checkpoint.tensors.values(), key=lambda info: (info.file.name, info.offset))
+        places = checkpoint.in_order()
         scales = [info.name for info in places if "scale" in info.name]
         for info in places:
             for ending, role in self.anchors.items():
@@ -129,7 +130,7 @@ class DirectoryFormat(Format):
                     yield from self._layers_at(checkpoint, base, "weight", info)
 
     def _refuse_other_scales(self, checkpoint: Checkpoint, base: str, scales: Iterable[str]) -> None:
-        """Raises an error for a scale with an unknown name: without it, the layer's codes would pass for values."""
+        """Raises an error for a scale with an unknown name. Without its scale, a code would be taken for a value."""
         for name in scales:
             rest = name.removeprefix(base)
             if name != rest and rest.startswith((".", "_")) and "scale" in rest and rest not in self.extras:

@@ -18,8 +18,8 @@ from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.repack import high_bit_places
 from torch_marlin_metal.repack import unpack_planes as unpack_both
 
-# The integer formats, and the names of those with zero points, without zero points and with biases, by code bits.
 INTEGERS = [fmt for fmt in WEIGHT_FORMATS.values() if fmt.code_kind == "integer"]
+# Code bits -> name of the integer format: with zero points, without zero points, with biases.
 ZERO_POINT, SYMMETRIC, BIAS = (
     {fmt.code_bits: fmt.name for fmt in INTEGERS if fmt.zeros_role == role} for role in ("zero_point", "none", "bias")
 )
@@ -42,7 +42,6 @@ def packed(
     K: int = 0,
     high: Tensor | None = None,
     perm: Tensor | None = None,
-    lut: Tensor | None = None,
 ) -> PackedWeight:
     """Makes a layer's weight. Splits groups so that the operators support their size.
 
@@ -57,7 +56,6 @@ def packed(
         K: the rows of the weight, needed if the words contain padding.
         high: see `PackedWeight.b_high`.
         perm: see `PackedWeight.perm`. The words are in the permuted order.
-        lut: see `PackedWeight.lut`.
 
     Raises:
         UnsupportedFormat: K is not a multiple of 8, or no supported group size divides the producer's group size.
@@ -67,7 +65,7 @@ def packed(
 
     def rows(which: slice) -> Tensor:
         own, upper = (None if one is None else one[:, which] for one in (zeros, high))
-        values = decoded(words[:, which], weight_format, K, group_size, scales[:, which], own, lut=lut, high=upper)
+        values = decoded(words[:, which], weight_format, K, group_size, scales[:, which], own, upper)
         return values if perm is None else torch.empty_like(values).index_copy_(1, perm.long(), values)
 
     dequantize = partial(FloatRows, words.shape[1], K, rows)
@@ -85,7 +83,6 @@ def packed(
         group_size=fitted[0],
         zeros=None if zeros is None else fitted[1][1].contiguous(),
         perm=perm,
-        lut=lut,
         bias=layer.bias(words.shape[1]),
         source=source,
     )
@@ -98,17 +95,14 @@ def decoded(
     group_size: int,
     scales: Tensor,
     zeros: Tensor | None = None,
-    *,
-    lut: Tensor | None = None,
     high: Tensor | None = None,
 ) -> Tensor:
     """Decodes a weight to fp32 `[N, K]`, for any K and group size. The arguments are those of `packed`."""
     fmt = find_format(weight_format)
     codes = codes_of_words(words, fmt.code_bits, high)[:, :K]
-    if fmt.code_kind == "integer":
-        values = codes.float() - fmt.fixed_offset
-    else:
-        values = codes.view(torch.float8_e4m3fn).float() if lut is None else lut[codes.long()]
+    if fmt.code_kind != "integer":
+        codes = codes.view(torch.float8_e4m3fn)
+    values = codes.float() - fmt.fixed_offset
     if zeros is not None and fmt.zeros_role == "zero_point":
         values -= spread(zeros.float(), K, group_size).t()
     values *= spread(scales.float(), K, group_size).t()
@@ -152,7 +146,7 @@ def width_of(bits: int) -> int:
 
 
 def centre(bits: int) -> int:
-    """Returns the offset from the middle of the codes to the middle of the operators' wider codes."""
+    """Returns the number to add to codes so that their middle becomes the middle of the operators' wider codes."""
     return SIGN[width_of(bits)] - (1 << bits - 1)
 
 

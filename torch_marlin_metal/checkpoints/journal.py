@@ -51,7 +51,7 @@ class Journal:
         Raises:
             CheckpointError: the journal cannot be written.
         """
-        # The exporter may have converted a layer that is in no finished shard. A resumed run converts this layer again.
+        # The fields may already describe a layer of the next shard. A resumed run converts this layer again.
         line = {"file": shard, "tensors": tensors, "items": items, "exporter": self._growth(exporter)}
         try:
             _append(self.stream, line)
@@ -72,7 +72,7 @@ class Journal:
                 self.exporter[name] = _tuples(value)
 
     def _growth(self, exporter: Any) -> dict[str, Any]:
-        """Returns the exporter's fields. Of a dict, returns only the new entries, because a dict loses no entries."""
+        """Returns the exporter's fields. Dicts contain only new entries, because exporters never remove entries."""
         found: dict[str, Any] = {}
         for name in (each.name for each in fields(exporter)):
             value = getattr(exporter, name)
@@ -91,7 +91,7 @@ class Journal:
         """
         try:
             self.work.rename(destination)
-            if sync:  # first, because after a power failure open_journal refuses a directory without a journal
+            if sync:  # before `unlink`: if a power failure undoes the rename, `open_journal` needs the journal
                 sync_files([destination.parent])
             (destination / JOURNAL).unlink(missing_ok=True)
         except OSError as error:

@@ -30,8 +30,7 @@ def part_of(layer: Layer, axes: Mapping[str, tuple[str, ...]], part: Part) -> La
 
     Returns:
         The part as a layer, or None if the part cannot be read separately. This is the case if a border of the part is
-        inside a word, a group or a block of scales, or if the part has only some rows of a weight with act-order or
-        with a single group.
+        inside a word, a group or a block of scales. Weights with act-order or a single group have no parts along K.
     """
     roles = [role for role in layer.roles if role in axes]
     if any(len(axes[role]) != len(layer.shape(role)) for role in roles):
@@ -85,7 +84,7 @@ def _sizes(layer: Layer, axes: Mapping[str, tuple[str, ...]], roles: list[str]) 
                 for axis, size in zip(axes[role], layer.shape(role), strict=True)
                 if axis == "S"
             ):
-                continue  # only the number of blocks shows how many codes a word has
+                continue  # of a weight with two-level scales, only the blocks show how many codes a word has
             return (K, N, G, per_word) if min(K, N, G) > 0 else None
     return None
 

@@ -22,12 +22,8 @@ CONFIG_FILES = (
     QUANTO_MAP,
 )
 # Marks of a ComfyUI file, which has no settings: a key of the metadata, and endings of tensor names.
-COMFY_METHOD, COMFY_METADATA, COMFY_TENSOR, COMFY_MARK = (
-    "comfyui",
-    "_quantization_metadata",
-    "comfy_quant",
-    "scaled_fp8",
-)
+COMFY_METHOD, COMFY_METADATA = "comfyui", "_quantization_metadata"
+COMFY_TENSOR, COMFY_MARK = "comfy_quant", "scaled_fp8"
 
 
 class Settings(Mapping[str, Any]):

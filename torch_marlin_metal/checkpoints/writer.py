@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,14 @@ from torch_marlin_metal.checkpoints.files.shard_writer import ShardWriter
 from torch_marlin_metal.checkpoints.formats.native import NativeExporter
 from torch_marlin_metal.checkpoints.journal import JOURNAL, Journal, open_journal, sync_files
 from torch_marlin_metal.checkpoints.reader import CheckpointReader, DenseWeight
-from torch_marlin_metal.checkpoints.settings import without_settings
+from torch_marlin_metal.checkpoints.settings import CONFIG, CONFIG_FILES, without_settings
 from torch_marlin_metal.packed_weight import PackedWeight
 
 DEFAULT_SHARD_BYTES = 1 << 29
 INDEX = "model.safetensors.index.json"
 # Endings of the small files that a model needs. Other files, such as weights, settings and code, are not copied.
 COPIED = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
-NOT_COPIED = (
-    "config.json",
-    "quantize_config.json",
-    "quant_config.json",
-    "quantization_config.json",
-    "hf_quant_config.json",
-)
+NOT_COPIED = (CONFIG, *CONFIG_FILES)
 
 TARGETS: dict[str, Callable[..., Exporter]] = {"native": NativeExporter, **EXPORTERS}
 
@@ -98,17 +93,14 @@ def write_checkpoint(
     identity |= {"options": reader.settings(), "max_shard_bytes": max_shard_bytes}
     identity |= {"target": target, "target_options": options}
 
-    def unchanged() -> bool:
-        return _stats(reader.path) == files
-
-    def items(exporter: Exporter, start: int) -> Iterator[_Item]:
-        return _layers_and_others(reader, exporter, start)
-
-    def total() -> int:
-        return len(reader) + sum(1 for _ in reader.others())
-
-    config = dict(reader.config) if reader.path.is_dir() else {}
-    source = _Source(str(reader.path), items, total, config, _small_files(reader.path), unchanged)
+    source = _Source(
+        name=str(reader.path),
+        items=partial(_layers_and_others, reader),
+        total=lambda: len(reader) + sum(1 for _ in reader.others()),
+        config=dict(reader.config) if reader.path.is_dir() else {},
+        copied=_small_files(reader.path),
+        unchanged=lambda: _stats(reader.path) == files,
+    )
     with nullcontext() if reader.calculates else _one_thread():
         return _write(source, destination, identity, exporter_class, options, max_shard_bytes, sync, progress)
 
@@ -167,7 +159,7 @@ def export_checkpoint(
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint to write: a function that yields the tensors from an index on, their number, and the small files."""
+    """A checkpoint to write. `items` yields its layers and tensors from an index on; `total` returns their number."""
 
     name: str
     items: Callable[[Exporter, int], Iterator[_Item]]
@@ -256,13 +248,6 @@ def _write_json(file: Path, value: Any) -> None:
         raise CheckpointError(f"{file}: cannot be written ({error.strerror})") from error
 
 
-def _copy(file: Path, destination: Path) -> None:
-    try:
-        shutil.copyfile(file, destination)
-    except OSError as error:
-        raise CheckpointError(f"{destination}: cannot be copied from {file} ({error.strerror})") from error
-
-
 def _layers_and_others(reader: CheckpointReader, exporter: Exporter, start: int) -> Iterator[_Item]:
     """Yields (name, tensors) for the layers and then the other tensors, from index `start` on."""
     count = len(reader)
@@ -335,11 +320,14 @@ def _write_rest(source: _Source, exporter: Exporter, journal: Journal) -> None:
     _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": journal.places})
     (work / README).unlink(missing_ok=True)  # write_card would keep a part that an interrupted run left
     for file in source.copied:
-        _copy(file, work / file.name)
+        try:
+            shutil.copyfile(file, work / file.name)
+        except OSError as error:
+            raise CheckpointError(f"{work / file.name}: cannot be copied from {file} ({error.strerror})") from error
     if isinstance(exporter, NativeExporter) and exporter.has_layers:
         write_card(work)
     settings = {"quantization_config": exporter.settings()} if exporter.has_layers else {}
-    _write_json(work / "config.json", without_settings(source.config) | settings)
+    _write_json(work / CONFIG, without_settings(source.config) | settings)
 
 
 def _small_files(path: Path) -> list[Path]:

@@ -124,16 +124,16 @@ def _variant_row(
     product: Product, weight: PackedWeight, a: torch.Tensor, rounds: int, cold_bytes: int
 ) -> dict[str, Any]:
     gpu = AppleSiliconGPU.planned()
-    rows = variants(product, weight, a, cold_bytes)
+    chains = variants(product, weight, a, cold_bytes)
     moved = moved_bytes(weight, a)
     roof = roof_seconds(product, a.shape[0], moved, gpu.dram_bytes_per_second, gpu.matrix_flop_per_second)
-    measured = measure({row.name: row.chain for row in rows}, rounds)
+    measured = measure(chains, rounds)
     found = {}
-    for row in rows:
-        seconds = statistics.median(value.seconds for value in measured[row.name])
-        found[row.name] = {"seconds": seconds, "bytes_per_second": moved / seconds, "of_roof": roof / seconds}
+    for name, values in measured.items():
+        seconds = statistics.median(value.seconds for value in values)
+        found[name] = {"seconds": seconds, "bytes_per_second": moved / seconds, "of_roof": roof / seconds}
     has_gaps = [name for name, values in measured.items() if any(value.has_gaps for value in values)]
-    return {"chosen": rows[0].name, "variants": found, "has_gaps": has_gaps}
+    return {"chosen": next(iter(chains)), "variants": found, "has_gaps": has_gaps}
 
 
 def _begin(row: dict[str, Any]) -> tuple[str, str]:

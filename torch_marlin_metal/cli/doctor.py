@@ -18,7 +18,7 @@ from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, show
 
 # Metal's two kinds of validation. Both change what is tested: shader validation can double a kernel's threadgroup
 # memory (Metal.jl#839) and lower its thread limit, and API validation can abort the process in PyTorch's own kernels
-# (pytorch#186580). The result of a check is therefore that of its run without validation.
+# (pytorch#186580). A check's run without validation therefore decides its result.
 VALIDATION = {"API validation": {"MTL_DEBUG_LAYER": "1"}, "shader validation": {"MTL_SHADER_VALIDATION": "1"}}
 # Runs a check with this process's modules. `-m` alone would prefer modules in the current folder.
 CHILD_PROGRAM = """

@@ -88,11 +88,11 @@ def _products(problem: Product, variants: list[str]) -> Iterator[tuple[str, Call
 
 
 def _mixtures(problem: Product, variants: list[str]) -> Iterator[tuple[str, Callable[[], Tensor], Tensor]]:
-    """Multiplies by two experts. Of three rows, one selects both, and two select one expert and an invalid id."""
+    """Multiplies by two experts. In every three rows, one row selects both, and two select one and an invalid id."""
     weight = problem.make_weight("cpu")
     a = _activations(problem, TOKENS)
     ids = torch.stack([torch.arange(TOKENS, device="cpu") % 3, torch.arange(1, TOKENS + 1, device="cpu") % 3], dim=1)
-    # The second expert has the codes of the first with its columns reversed.
+    # The second expert is the first with its columns in reverse order.
     columns = torch.arange(problem.N - 1, -1, -1, device="cpu")
     dense = weight.dequantize().double()
     products = torch.stack([a.double() @ dense, a.double() @ dense[:, columns]])
@@ -110,5 +110,5 @@ def _mixtures(problem: Product, variants: list[str]) -> Iterator[tuple[str, Call
 
     for variant in variants:
         yield f"{variant} with experts", partial(multiply, variant), expected
-    # This kernel multiplies and adds all slots of a token.
+    # With `reduce`, one kernel multiplies and adds up all slots of a token.
     yield "gemv with a sum of experts", partial(multiply, "gemv", 3, reduce=True), expected[:3].sum(1)

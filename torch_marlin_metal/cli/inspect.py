@@ -14,8 +14,8 @@ from torch_marlin_metal.cli.output import ANSWER_IS_NO, DONE, Json, progress_bar
 from torch_marlin_metal.convert import CheckpointReader, NotQuantized, UnsupportedFormat, open_reader
 from torch_marlin_metal.load.caller import Caller
 from torch_marlin_metal.load.names import namer
-from torch_marlin_metal.load.plan import plan_load, shared_weights
-from torch_marlin_metal.models.linear_layers import ModelMismatchError
+from torch_marlin_metal.load.plan import plan_load
+from torch_marlin_metal.models.linear_layers import ModelMismatchError, shared_weights
 from torch_marlin_metal.packed_weight import PackedWeight
 from torch_marlin_metal.printing import table
 from torch_marlin_metal.sizes import human_size

@@ -64,7 +64,7 @@ def reported(command: Callable[..., int]) -> Callable[..., None]:
 def _as_option(option: str, value: object) -> str:
     """Formats an option of the package as an option of the command line."""
     name = f"--{'write-gptq-version' if option == 'version' else option.replace('_', '-')}"
-    name = f"convert {name}" if option == "on_unsupported" else name  # inspect names what convert would refuse
+    name = f"convert {name}" if option == "on_unsupported" else name  # inspect lists what convert would refuse
     return name if value is None or value is True else f"{name} {value}"
 
 
@@ -101,7 +101,7 @@ def show(value: dict[str, Any], text: RenderableType, as_json: bool) -> None:
 
 
 def _fitted(shown: Any, width: int) -> Iterator[Any]:
-    """Yields the tables, titles and captions. A table becomes lines of cells if words do not fit its columns."""
+    """Yields the tables, titles and captions. A table that is too wide for the terminal becomes lines of cells."""
     shown = rich_cast(shown)
     if isinstance(shown, Group):
         for part in shown.renderables:

@@ -99,8 +99,8 @@ def is_proved() -> bool:
         return False
     k, v = (random_like(torch.empty(2, 3, TOKENS, size, device="cpu"), seed=size) for size in (4, 8))
     try:
-        for arguments in ((utils.StaticLayer, {}), (utils.StaticSlidingWindowLayer, {"sliding_window": TOKENS - 1})):
-            kind, options = arguments
+        kinds: Any = ((utils.StaticLayer, {}), (utils.StaticSlidingWindowLayer, {"sliding_window": TOKENS - 1}))
+        for kind, options in kinds:
             if reads(kind.update, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)):
                 return False  # `CacheWriter` would ignore these arguments
             ours, theirs = kind(max_cache_len=TOKENS, **options), kind(max_cache_len=TOKENS, **options)

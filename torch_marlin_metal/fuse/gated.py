@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_marlin_metal.layers.activation import KnownActivation
 from torch_marlin_metal.layers.equivalence import agrees, agrees_in_training, is_supported, random_like
 from torch_marlin_metal.ops.decoder import ActivationName, gated_activation
 
@@ -57,14 +58,12 @@ def _blocks(names: list[str], activation: ActivationName) -> list[Block]:
 
         return forward
 
-    def of_two(both: str, down: str, is_swapped: bool, is_interleaved: bool) -> Block:
+    def of_two(both: str, down: str, swapped: bool, interleaved: bool) -> Block:
+        known = KnownActivation(activation, interleaved, swapped)
+
         def forward(self: nn.Module, x: Tensor) -> Tensor:
             children: Any = self._modules
-            product = children[both](x)
-            gates, ups = (product[..., ::2], product[..., 1::2]) if is_interleaved else product.chunk(2, -1)
-            if is_swapped:
-                gates, ups = ups, gates
-            result: Tensor = children[down](gated_activation(gates, ups, activation=activation))
+            result: Tensor = children[down](known(children[both](x)))
             return result
 
         return forward

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -43,14 +44,8 @@ class FusedLayersReport:
 
     def __str__(self) -> str:
         """Returns the number of replacements of each kind, and the number of candidates left for each reason."""
-        kinds: dict[str, int] = {}
-        for _, kind in self.fused:
-            kinds[kind] = kinds.get(kind, 0) + 1
-        reasons: dict[str, int] = {}
-        for _, reason in self.left:
-            reasons[reason] = reasons.get(reason, 0) + 1
-        lines = [f"{count} x {kind}" for kind, count in kinds.items()]
-        lines += [f"left: {count} x {reason}" for reason, count in reasons.items()]
+        lines = [f"{count} x {kind}" for kind, count in Counter(kind for _, kind in self.fused).items()]
+        lines += [f"left: {count} x {reason}" for reason, count in Counter(reason for _, reason in self.left).items()]
         return "\n".join(lines) or "nothing found"
 
 
@@ -130,17 +125,24 @@ def _replace(report: FusedLayersReport, module: nn.Module, name: str, *kinds: st
     report.fused += [(name, kind) for kind in kinds]
 
 
+def _random_tokens(model: nn.Module, seed: int) -> Tensor | None:
+    """Returns ids `[1, TOKENS]`, or None for a model without an embedding of tokens or without values."""
+    embedding: Any = next((m for m in model.modules() if hasattr(m, "num_embeddings")), None)
+    device = model_device(model) or torch.device("cpu")
+    if embedding is None or device.type == "meta":
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(int(embedding.num_embeddings), (1, TOKENS), generator=generator, device="cpu").to(device)
+
+
 def _results(model: nn.Module) -> tuple[list[Tensor], str]:
     """Runs the model on random tokens: once without a cache, and then with caches, on the last tokens after a prompt.
 
     Returns the results. If the model cannot run, returns an empty list and the reason.
     """
-    embedding = next((m for m in model.modules() if hasattr(m, "num_embeddings")), None)
-    device = model_device(model) or torch.device("cpu")
-    if embedding is None or device.type == "meta":
+    ids = _random_tokens(model, seed=0)
+    if ids is None:
         return [], "the model has no embedding of tokens, or no values"
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(int(embedding.num_embeddings), (1, TOKENS), generator=generator, device="cpu").to(device)  # type: ignore[arg-type]
     try:
         first = model(input_ids=ids, use_cache=False)[0]
     except Exception as error:  # the model needs other arguments
@@ -177,7 +179,6 @@ def _fuse_norms(model: nn.Module, report: FusedLayersReport) -> dict[nn.Module, 
 
 
 def _fuse_attention(model: nn.Module, watched: forwards.Watched, report: FusedLayersReport) -> None:
-    """Replaces the forwards of attention modules, with fused rotary embedding, attention with sinks, mask and cache."""
     variants: dict[FunctionType, Any] = {}  # function -> its rotary variant, or None
     unknown: set[str] = set()
     for name, module in model.named_modules():
@@ -257,10 +258,7 @@ def _fuse_residuals(model: nn.Module, known: dict[nn.Module, norms.Norm], report
         if has_forward_of_its_own(layer):
             report.left.append((name, "residual additions: its forward is replaced or has hooks"))
             del layers[name]
-    device = model_device(model) or torch.device("cpu")
-    embedding: Any = next(m for m in model.modules() if hasattr(m, "num_embeddings"))
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(int(embedding.num_embeddings), (1, TOKENS), generator=generator, device="cpu").to(device)
+    ids = _random_tokens(model, seed=1)
     seen = residual.record(layers, lambda: model(input_ids=ids, use_cache=False))
     for name, layer in layers.items():
         if name not in seen:

@@ -38,9 +38,8 @@ def kept_with(mask: Tensor, key: Any, module: Any, make: Callable[[], Tensor]) -
     Args:
         mask: the mask, which stores the result as an attribute.
         key: everything that the result depends on besides the mask.
-        module: the calling module. It is used only for masks made in inference mode, whose changes PyTorch does not
-            count. If the module that computed the stored result calls again, a new forward has started, and the result
-            is computed again.
+        module: the calling module. PyTorch does not count the changes of a mask made in inference mode. Such a mask's
+            result is computed again when the module that computed it calls again, which is in the next forward.
         make: computes the result.
     """
     if torch.compiler.is_compiling():

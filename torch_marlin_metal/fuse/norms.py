@@ -70,7 +70,7 @@ def settings_of(module: nn.Module) -> Norm | None:
     try:
         expected = functional_call(module, {"weight": wide}, (x,))
         rounded = module.forward(same)
-    except Exception:  # the module is no norm, because a norm does not raise an error here
+    except Exception:  # a norm would not raise an error here
         return None
     for eps in sorted(numbers):
         for norm in (Norm(eps), Norm(eps, offset=1.0), Norm(eps, has_mean=True)):
@@ -87,7 +87,7 @@ def fused_norm(original: Forward, norm: Norm) -> Callable[[nn.Module, Tensor], T
         weight = self.weight
         if x.dtype != weight.dtype or not is_supported(x):
             return original(self, x)
-        # The heads of a token are adjacent in memory, so rows are read in memory order.
+        # If the heads of a token are adjacent in memory, the transposed view has its rows in memory order.
         if x.dim() == 4 and x.stride(1) < x.stride(2):
             return norm.apply(x.transpose(1, 2), weight).transpose(1, 2)  # type: ignore[arg-type]
         return norm.apply(x, weight)  # type: ignore[arg-type]

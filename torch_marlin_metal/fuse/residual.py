@@ -8,6 +8,7 @@ order with the same arguments. The replacement is used only if its results equal
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,31 +44,22 @@ def record(layers: dict[str, nn.Module], run: Callable[[], Any]) -> dict[str, Re
     found: dict[str, Recorded] = {}
     handles = []
 
-    def before(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found[name] = Recorded(args, dict(kwargs))
+    def before(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found[name] = Recorded(args, dict(kwargs))
 
-        return hook
+    def called(name: str, child: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name in found and found[name].output is None:
+            found[name].calls.append((child, args, dict(kwargs)))
 
-    def called(name: str, child: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name in found and found[name].output is None:
-                found[name].calls.append((child, args, dict(kwargs)))
-
-        return hook
-
-    def after(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: tuple[Any, ...], ___: dict[str, Any], output: Any) -> None:
-            found[name].output = output
-
-        return hook
+    def after(name: str, _: nn.Module, __: tuple[Any, ...], ___: dict[str, Any], output: Any) -> None:
+        found[name].output = output
 
     for name, layer in layers.items():
-        handles.append(layer.register_forward_pre_hook(before(name), with_kwargs=True))
-        handles.append(layer.register_forward_hook(after(name), with_kwargs=True))
+        handles.append(layer.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+        handles.append(layer.register_forward_hook(partial(after, name), with_kwargs=True))
         for child, module in layer.named_children():
             if not isinstance(module, nn.Dropout):
-                handles.append(module.register_forward_pre_hook(called(name, child), with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(partial(called, name, child), with_kwargs=True))
     try:
         run()
     finally:
@@ -108,8 +100,8 @@ def fused_layer(
         return None, "its blocks have arguments of their own"
     if any(name not in given or given[name] is not attention_kwargs[name] for name in passed):
         return None, "its attention has arguments of its own"
-    own = [name for name in passed if name in defaults or name in [p.name for p in named]]
     known = {p.name for p in named}
+    own = [name for name in passed if name in known]
     names = [name for name, _, _ in seen.calls if children[name] in norms]
     around = order == "NBNNBN"
     add = names[2] if around else names[1]
@@ -150,14 +142,10 @@ def fused_layer(
     x = random_like(hidden, seed=3)
     arguments = seen.kwargs if seen.args else {**seen.kwargs, first: x}
     positional = (x, *seen.args[1:]) if seen.args else ()
+    ours, theirs = (partial(f, *positional, **arguments) for f in (partial(forward, layer), layer.forward))
     try:
-        expected = layer.forward(*positional, **arguments)
-        got = forward(layer, *positional, **arguments)
-        is_same_in_training = agrees_in_training(
-            layer,
-            lambda: forward(layer, *positional, **arguments),
-            lambda: layer.forward(*positional, **arguments),
-        )
+        expected, got = theirs(), ours()
+        is_same_in_training = agrees_in_training(layer, ours, theirs)
     except Exception as error:  # repeating the call of a layer with state can raise any error
         return None, f"the comparison failed: {type(error).__name__}: {error}"
     if not agrees(got, expected):

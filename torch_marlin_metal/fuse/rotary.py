@@ -45,17 +45,12 @@ def variant_of(function: FunctionType) -> tuple[bool, bool, bool] | None:
             results.append((cos, sin, function(q, k, cos, sin)))
         except Exception:  # the function does not support tables of this size
             continue
-    for variant in VARIANTS:
-        proved = bool(results)
-        for cos, sin, expected in results:
-            try:
-                got = _apply(variant, q, k, cos, sin)
-            except ValueError:
-                proved = False
-                break
-            proved = proved and all(map(agrees, got, expected))
-        if proved:
-            return variant
+    for variant in VARIANTS if results else ():
+        try:
+            if all(all(map(agrees, _apply(variant, q, k, cos, sin), expected)) for cos, sin, expected in results):
+                return variant
+        except ValueError:  # the tables have another size in this variant
+            continue
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.table import Table
@@ -90,7 +90,6 @@ class AppleSiliconGPU(RichText):
             raise ValueError(
                 f"AppleSiliconGPU.current: expected one of {', '.join(cls.names())}, this GPU calls itself {name!r}"
             )
-        # PyTorch reads the core count from the system's registry. maxThreadgroupMemoryLength does not reveal the count.
         return cls.from_name(name, torch.backends.mps.get_core_count())
 
     @classmethod
@@ -107,12 +106,7 @@ class AppleSiliconGPU(RichText):
         if not torch.backends.mps.is_available():
             raise RuntimeError("AppleSiliconGPU.planned: this machine has no GPU that torch can use through MPS")
         name, cores = native.gpu_device(torch.backends.mps.get_name(), torch.backends.mps.get_core_count())
-        return cls._any(name, cores)
-
-    @classmethod
-    def _any(cls, name: str, cores: int) -> AppleSiliconGPU:
-        whole = cls.from_name(name)
-        return cls(whole.name, cores, whole.family, whole.has_bfloat, whole.figures)
+        return replace(cls.from_name(name), cores=cores)
 
     @property
     def clock_hz(self) -> float:
@@ -154,7 +148,7 @@ class AppleSiliconGPU(RichText):
 
     @property
     def balance(self) -> float:
-        """Returns the peak flop of matrix products per byte that memory delivers in the same time."""
+        """Returns the peak rate of matrix products divided by the reachable memory bandwidth, in flop per byte."""
         return self.matrix_flop_per_second / self.reachable_dram_bytes_per_second
 
     def __rich__(self) -> Table:

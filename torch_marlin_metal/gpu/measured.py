@@ -17,9 +17,9 @@ from torch_marlin_metal.printing import RichText, table
 
 # The primitives that docs/inside/kernels.md lists. Each has a type, an expression for the next value of `x` in round
 # `i`, and the clocks that the model assumes for one simdgroup on one scheduler. Each lane has eight independent values,
-# so latency does not limit the rate. An expression that depends only on `i` is computed once for all eight values.
-# Shifts and conversions run on the complex unit. Their primitives contain a second instruction, which runs in parallel
-# on another unit.
+# so latency does not limit the rate. The part of an expression that depends only on `i` is computed once for all eight.
+# Shifts and conversions run on the complex unit. The second instruction in their expressions runs on another unit at
+# the same time.
 PRIMITIVES = {
     "fma": ("float", "fma(x, x, one)", 1.0),
     "mask": ("uint", "x & (y + i)", 1.0),
@@ -141,8 +141,7 @@ def measure_gpu(rounds: int = 9) -> MeasuredGPU:
     """Measures this machine's GPU.
 
     Memory is read in two ways: from one end to the other, and in the strips in which `gemv` reads a weight. Times are
-    converted to clocks with the clock rate in the planner's table. If this clock rate is wrong, all clocks are wrong by
-    the same factor.
+    converted to clocks with the clock rate in the planner's table, so an error of this rate is in all clocks.
 
     Args:
         rounds: the number of times that each kernel is timed. The figures are medians.
@@ -159,6 +158,11 @@ def measure_gpu(rounds: int = 9) -> MeasuredGPU:
     return MeasuredGPU(gpu, tuple(_figures(gpu, seconds, dispatch)))
 
 
+def _rows() -> int:
+    """Returns the rows of `STRIP_COLUMNS` words in `READ_BYTES`, rounded down to a multiple of 8."""
+    return READ_BYTES // (4 * STRIP_COLUMNS) // 8 * 8
+
+
 def _chain(state: torch.Tensor, kernel: Any, *arguments: object, threads: int) -> Chain:
     def step(found: object, index: int) -> object:
         kernel(state, *arguments, threads=threads, group_size=min(threads, THREADS), arg_casts="int32")
@@ -169,15 +173,13 @@ def _chain(state: torch.Tensor, kernel: Any, *arguments: object, threads: int) -
 
 def _memory_chains(gpu: AppleSiliconGPU, state: torch.Tensor) -> dict[str, Chain]:
     library = torch.mps.compile_shader(_HEAD + _MEMORY)
-    row_bytes = 4 * STRIP_COLUMNS
-    rows = READ_BYTES // row_bytes // 8 * 8
-    words = torch.ones(rows * row_bytes // 4, dtype=torch.int32, device="mps")
+    words = torch.ones(_rows() * STRIP_COLUMNS, dtype=torch.int32, device="mps")
     reading = gpu.cores * SIMDGROUPS_PER_CORE * SIMD_WIDTH
     strips = STRIP_COLUMNS // 128 * THREADS
     return {
         "dispatch": _chain(state, library.touch, threads=1),
         "read": _chain(state, library.read_all, words, words.numel() // 4, threads=reading),
-        "read in strips": _chain(state, library.read_strips, words, rows, STRIP_COLUMNS // 4, threads=strips),
+        "read in strips": _chain(state, library.read_strips, words, _rows(), STRIP_COLUMNS // 4, threads=strips),
     }
 
 
@@ -195,9 +197,8 @@ def _compute_chains(gpu: AppleSiliconGPU, state: torch.Tensor) -> dict[str, Chai
 
 def _figures(gpu: AppleSiliconGPU, seconds: dict[str, float], dispatch: float) -> list[MeasuredFigure]:
     figures = [MeasuredFigure("dispatch", "us", dispatch * 1e6, float(native.dispatch_seconds()) * 1e6)]
-    rows = READ_BYTES // (4 * STRIP_COLUMNS) // 8 * 8
     for name in ("read", "read in strips"):
-        rate = rows * 4 * STRIP_COLUMNS / seconds.pop(name)
+        rate = _rows() * 4 * STRIP_COLUMNS / seconds.pop(name)
         figures.append(MeasuredFigure(name, "GB/s", rate / 1e9, gpu.reachable_dram_bytes_per_second / 1e9))
     simdgroups = gpu.cores * SIMDGROUPS_PER_CORE
     schedulers = gpu.figures["schedulers"].value * gpu.cores

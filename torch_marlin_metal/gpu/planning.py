@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,6 +209,14 @@ def plan(
     candidates = [_candidate(found, *entry) for entry in rows]
     ordered = sorted(candidates, key=lambda candidate: candidate.seconds)
     return GemmPlan(M, N, K, row.name, group_size, dtype, found, candidates[chosen], reason, tuple(ordered))
+
+
+def first_of_each_variant(candidates: Iterable[PlanCandidate]) -> list[PlanCandidate]:
+    """Returns the first candidate of each variant, in the order of `candidates`."""
+    first: dict[str, PlanCandidate] = {}
+    for candidate in candidates:
+        first.setdefault(candidate.variant, candidate)
+    return list(first.values())
 
 
 def element_name(function: str, dtype: torch.dtype) -> str:

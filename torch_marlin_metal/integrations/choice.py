@@ -43,7 +43,6 @@ class ChoosesLayers:
         return device_map
 
     def _packed_weight(self, name: str, matrix: Tensor) -> PackedWeight:
-        """Quantizes the weight `[N, K]` of a layer. The message of an error names the layer."""
         assert self._recipe is not None
         try:
             return self._recipe.quantize(name, matrix)
@@ -149,10 +148,7 @@ def _keep_with_others(why: dict[str, str], ties: Mapping[str, str], modules: Map
 
 
 def _checked(recipe: Recipe, name: str, module: nn.Module, reason: str) -> LayerReport:
-    """Returns the report of a layer.
-
-    Raises ValueError if the layer is selected but the format does not support its shape.
-    """
+    """Returns the report of a layer. Raises a ValueError if the format does not support the shape of a chosen layer."""
     held = [module._parameters.get(kind) for kind in (WEIGHTS if is_experts(module) else ("weight",))]
     weights = [weight for weight in held if weight is not None]
     entry = LayerReport(name, type(module).__name__, bytes_before=sum(weight.nbytes for weight in weights))

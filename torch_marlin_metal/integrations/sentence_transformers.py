@@ -18,8 +18,8 @@ import torch_marlin_metal.integrations.transformers  # noqa: F401  for the model
 from torch_marlin_metal.checkpoints.formats.native import StateReader
 from torch_marlin_metal.checkpoints.options import spelled
 from torch_marlin_metal.load.caller import Caller
-from torch_marlin_metal.load.plan import shared_weights
 from torch_marlin_metal.load.quantized import load_all
+from torch_marlin_metal.models.linear_layers import shared_weights
 
 OP = "SentenceTransformer"
 

@@ -82,14 +82,10 @@ def find_known(activation: Activation, columns: int) -> KnownActivation | None:
 def _inputs(columns: int) -> Iterator[Tensor]:
     """Yields random inputs of many magnitudes. Gate and up differ in magnitude for every order of the columns."""
     x = random_like(torch.empty(-(-SAMPLES // columns), columns, dtype=torch.float32, device="cpu"))
-    is_first_half = torch.arange(columns, device="cpu") < columns // 2
+    column, half = torch.arange(columns, device="cpu"), columns // 2
     for size in SIZES:
         yield size * x
-        for is_large in (
-            is_first_half,
-            ~is_first_half,
-            *(torch.arange(columns, device="cpu") % 2 == i for i in range(2)),
-        ):
+        for is_large in (column < half, column >= half, column % 2 == 0, column % 2 == 1):
             yield torch.where(is_large, size, 1.0) * x
 
 

@@ -1,6 +1,6 @@
 """Finds the smallest weight format that represents the weights of several experts with different formats exactly."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ FORMATS = {
 class Common:
     """What weights in common tensors must share: code bits, role of the zeros, group size, and dtype of the scales.
 
-    Floating-point zeros have the dtype of the scales. For two-level scales, it is the dtype of the scale codes.
+    Floating-point zeros have the dtype of the scales. For two-level scales, `dtype` is that of the scale codes.
     """
 
     bits: int
@@ -47,8 +47,8 @@ def common_of(weight: PackedWeight) -> Common | None:
 def wider(one: Common, other: Common, K: int) -> Common | None:
     """Returns the smallest format that represents weights of both formats, or None if there is none.
 
-    The weights remain exact, with one exception. If a bias replaces a zero point, weights with fp32 scales change by
-    one fp32 rounding, and so do weights with 8-bit codes and two-level scales.
+    The weights remain exact, except where a bias replaces a zero point. There, weights with fp32 scales, and those with
+    8-bit codes and two-level scales, change by one fp32 rounding.
     """
     if one == other:
         return one
@@ -113,7 +113,7 @@ def stack_exactly(
     def ready(parts: Sequence[PackedWeight]) -> Sequence[PackedWeight]:
         nonlocal target
         if len({weight_format(part.weight_format).code_bits for part in parts}) > 1:
-            return parts  # separate stacks of gate and up take less memory than one stack of the larger width
+            return parts  # the caller makes two stacks, which take less memory than one stack of the larger width
         for found in filter(None, map(common_of, parts)):
             new = found if target is None else wider(target, found, parts[0].K)
             if new is not None and new != target:
@@ -122,12 +122,9 @@ def stack_exactly(
                     raise _Wider
         return [widened(part, target) if target and _fits(part, target) else part for part in parts]
 
-    def converted() -> Iterator[Sequence[PackedWeight]]:
-        yield from map(ready, make())  # frees an expert before the next one is read
-
     while True:
-        try:
-            return ExpertWeights.from_packed(converted(), experts=experts, dtype=dtype)
+        try:  # `map` frees an expert before it reads the next one
+            return ExpertWeights.from_packed(map(ready, make()), experts=experts, dtype=dtype)
         except _Wider:
             continue
 

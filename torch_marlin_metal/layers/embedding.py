@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_marlin_metal.layers.linear import MarlinLinear
+from torch_marlin_metal.layers.packed_layer import options_of
 from torch_marlin_metal.packed_weight import FLOAT_DTYPES, PackedWeight
 from torch_marlin_metal.quantize.weight import quantize_weight
 
@@ -74,16 +75,7 @@ class MarlinEmbedding(MarlinLinear):
         if packed.bias is not None:
             raise ValueError(f"MarlinEmbedding: packed: expected no bias, got one of {list(packed.bias.shape)}")
         held = MarlinLinear.from_packed(packed, dtype=dtype)
-        layer = cls(
-            packed.N,
-            packed.K,
-            padding_idx,
-            scale,
-            weight_format=held.weight_format,
-            group_size=held.group_size,
-            device="meta",
-            dtype=held.dtype,
-        )
+        layer = cls(packed.N, packed.K, padding_idx, scale, **options_of(packed), device="meta", dtype=held.dtype)
         for name, tensor in held._buffers.items():
             setattr(layer, name, tensor)
         return layer

@@ -1,4 +1,4 @@
-"""Compares a replacement with its original module, and determines which models, tensors and modules can be changed."""
+"""Compares the results of a replacement with those of the original module, in evaluation and in training mode."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DEVICES = ("cpu", "mps", "meta")
-# Largest allowed difference, as a fraction of the largest result. Originals round several times.
+# Largest allowed difference, as a fraction of the largest result. It allows several roundings, because originals round
+# several times.
 TOLERANCE = {torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5, torch.float32: 2.0**-16}
 
 

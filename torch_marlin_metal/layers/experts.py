@@ -1,6 +1,6 @@
 """The experts of a mixture with packed weights. The host never waits for the device to learn which experts are used."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -9,14 +9,8 @@ from torch import Tensor, nn
 
 from torch_marlin_metal.joined_weights import with_same_scales
 from torch_marlin_metal.layers.activation import Activation, KnownActivation, find_known
-from torch_marlin_metal.layers.packed_layer import PackedLayer
-from torch_marlin_metal.packed_weight import (
-    COLUMN_TENSORS,
-    SCALE_BLOCK,
-    WEIGHT_TENSORS,
-    PackedWeight,
-    has_values,
-)
+from torch_marlin_metal.layers.packed_layer import PackedLayer, options_of
+from torch_marlin_metal.packed_weight import COLUMN_TENSORS, SCALE_BLOCK, PackedWeight, has_values
 
 _moe_gemm = torch.ops.torch_marlin_metal.moe_gemm.default
 _moe_gemm_gated = torch.ops.torch_marlin_metal.moe_gemm_gated.default
@@ -99,7 +93,7 @@ class ExpertWeights(PackedLayer):
         if experts < 1:
             raise StackError(f"expected at least one expert, got {experts}")
         stack: ExpertWeights | None = None
-        outlines: list[PackedWeight] = []
+        outlines: Sequence[PackedWeight] = []
         index = 0
         for parts in weights:  # enumerate would keep the last expert in memory while the iterator creates the next one
             if not isinstance(parts, Sequence) or any(not isinstance(part, PackedWeight) for part in parts):
@@ -109,11 +103,11 @@ class ExpertWeights(PackedLayer):
                 raise StackError(f"expected at least one part of expert {index}, got none")
             for part in parts:
                 part.validate()
-            same = with_same_scales([*outlines, *parts])
-            outlines, parts = list(same[: len(outlines)]), same[len(outlines) :]
-            if stack is not None and stack.scales.shape[-1] != sum(outline.scales.shape[-1] for outline in outlines):
-                stack.scales = stack.scales.repeat_interleave(SCALE_BLOCK, -1)
             outlines = outlines or [_outline(part) for part in parts]
+            same = with_same_scales([*outlines, *parts])
+            if stack is not None and same[0] is not outlines[0]:
+                stack._expand_scales()
+            outlines, parts = same[: len(outlines)], same[len(outlines) :]
             if reason := difference(outlines, parts):
                 raise StackError(reason)
             stack = stack or cls._room_for(parts, experts, dtype)
@@ -129,22 +123,11 @@ class ExpertWeights(PackedLayer):
     @classmethod
     def _room_for(cls, parts: Sequence[PackedWeight], experts: int, dtype: torch.dtype | None) -> "ExpertWeights":
         """Allocates an uninitialized stack for `experts` weights with the shapes of `parts`."""
-        first = parts[0]
+        first, sizes = parts[0], [part.N for part in parts]
+        options = options_of(first)
+        options["global_scale_per_column"] |= len(parts) > 1
         return cls(
-            experts,
-            first.K,
-            [part.N for part in parts],
-            first.bias is not None,
-            weight_format=first.weight_format,
-            group_size=first.group_size,
-            scale_dtype=first.scales.dtype,
-            zeros_dtype=None if first.zeros is None else first.zeros.dtype,
-            super_dtype=None if first.super_scales is None else first.super_scales.dtype,
-            global_scale_per_column=len(parts) > 1 or _per_column(first),
-            perm=first.perm is not None,
-            block_scales=first.has_block_scales,
-            device=first.b_packed.device,
-            dtype=dtype,
+            experts, first.K, sizes, first.bias is not None, **options, device=first.b_packed.device, dtype=dtype
         )
 
     def _fill(self, index: int, parts: Sequence[PackedWeight]) -> None:
@@ -177,6 +160,10 @@ class ExpertWeights(PackedLayer):
 
     def _in_order(self) -> Tensor:
         return torch.arange(self.in_features, dtype=torch.int32, device=self.b_packed.device)
+
+    def _expand_scales(self) -> None:
+        """Gives each column its own scales, if a later expert has no scales of blocks but the first experts have."""
+        self.scales = self.scales.repeat_interleave(SCALE_BLOCK, -1)
 
     def _add_perm(self) -> None:
         """Adds permutations that keep the order, if a later expert has a permutation but the first has none."""
@@ -230,12 +217,7 @@ class ExpertWeights(PackedLayer):
         for argument, value, count in (("index", index, self.experts), ("part", part or 0, len(self.sizes))):
             if not 0 <= value < count:
                 raise IndexError(f"ExpertWeights: to_packed: {argument}: expected 0 to {count - 1}, got {value}")
-        tensors = dict(self._weight_buffers()) | {"bias": self.bias}
-        own: dict[str, Any] = {
-            name: tensors[name] if tensors[name] is None or name == "lut" else tensors[name][index]
-            for name in (*WEIGHT_TENSORS, "bias")
-        }
-        whole = PackedWeight(weight_format=self.weight_format, group_size=self.group_size, **own)
+        whole = _expert(self._stored(), index)
         if part is None or len(self.sizes) == 1:
             return whole
         start = sum(self.sizes[:part])
@@ -258,10 +240,8 @@ class ExpertWeights(PackedLayer):
             f"bias={self.bias is not None}, weight_format={self.weight_format}, group_size={self.group_size}"
         )
 
-    def _weights(self, tensors: Mapping[str, Any]) -> Iterator[PackedWeight]:
-        for index in range(self.experts):
-            own = {name: t if t is None or name == "lut" else t[index] for name, t in tensors.items()}
-            yield PackedWeight(weight_format=self.weight_format, group_size=self.group_size, **own)
+    def _weights(self, stored: PackedWeight) -> Iterator[PackedWeight]:
+        return (_expert(stored, index) for index in range(self.experts))
 
 
 class MarlinExperts(nn.Module):
@@ -271,13 +251,13 @@ class MarlinExperts(nn.Module):
     graph.
 
     Args:
-        gate_up: the weights of gate and up, in one part or two. They may also be a stack of `layers/mixed_experts.py`,
-            with which the host may wait for the device.
+        gate_up: the weights of gate and up, in one part or two. With a stack of `layers/mixed_experts.py`, the host may
+            wait for the device.
         down: the weights of down, or a stack of `layers/mixed_experts.py`.
         activation: a function from the product `[T, top_k, 2 * I]` of `gate_up` to `[T, top_k, I]`. If
-            `gated_activation` has the same results on random input, that operator replaces the function. An activation
-            that is a module becomes a child of this module. If the activation is a method of another module, that
-            module must be elsewhere in the model.
+            `gated_activation` has the same results on random input, that operator replaces the function. If the
+            function is a module, it becomes a child of this module. If it is a method of a module, that module must be
+            elsewhere in the model.
         top_k: the number of experts per token, for which `prepare` compiles kernels. None means unknown.
 
     Examples:
@@ -388,6 +368,11 @@ def difference(mine: Sequence[PackedWeight], other: Sequence[PackedWeight]) -> s
     if len(mine) == 1 and _per_column(mine[0]) != _per_column(other[0]):
         return "some global scales have a value per column"
     return ""
+
+
+def _expert(stack: PackedWeight, index: int) -> PackedWeight:
+    own: dict[str, Any] = {name: tensor[index] for name, tensor in stack.tensors().items() if name != "lut"}
+    return replace(stack, **own)
 
 
 def _outline(part: PackedWeight) -> PackedWeight:

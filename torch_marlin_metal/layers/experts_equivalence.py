@@ -48,11 +48,9 @@ def why_unknown(experts: nn.Module) -> str:
     if each and len(experts._parameters) > len(WEIGHTS):
         return f"{name} has a bias, which it adds to tokens of other experts, too"
     with torch.no_grad(), torch.device("cpu"):  # the caller may have set another default device
-        x, ids = (
-            random_like(torch.empty(TOKENS, HIDDEN, device="cpu")),
-            torch.arange(TOKENS * TOP_K, device="cpu").view(TOKENS, TOP_K),
-        )
-        ids, weights = ids % min(EXPERTS, counts[0]), random_like(torch.empty(TOKENS, TOP_K, device="cpu"), seed=1)
+        x = random_like(torch.empty(TOKENS, HIDDEN, device="cpu"))
+        ids = torch.arange(TOKENS * TOP_K, device="cpu").view(TOKENS, TOP_K) % min(EXPERTS, counts[0])
+        weights = random_like(torch.empty(TOKENS, TOP_K, device="cpu"), seed=1)
         if each:
             x = random_like(torch.empty(TOKENS * min(EXPERTS, counts[0]), HIDDEN, device="cpu"))
             ids, weights = torch.arange(len(x), device="cpu")[:, None] // TOKENS, torch.ones(len(x), 1, device="cpu")

@@ -23,14 +23,14 @@ from torch_marlin_metal.packed_weight import PackedWeight
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+@dataclass(eq=False)
 class _Group:
     """The shared data of a group's projections: the layer with all columns, the last input and its results."""
 
-    def __init__(self, layer: MarlinLinear, sizes: list[int], scaled: list[bool]) -> None:
-        self.layer = layer
-        self.sizes = sizes
-        self.scaled = scaled  # for each projection: True if its global scale had a value per column
-        self.latest: tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]] | None = None
+    layer: MarlinLinear
+    sizes: list[int]
+    scaled: list[bool]  # for each projection: True if its global scale had a value per column
+    latest: tuple[Tensor, tuple[Any, ...], tuple[Tensor, ...]] | None = None
 
 
 class FusedLinear(nn.Module):
@@ -59,8 +59,12 @@ class FusedLinear(nn.Module):
     def bias(self) -> Tensor | None:
         """Returns this projection's part of the bias."""
         whole = self.group.layer.bias
+        return None if whole is None else whole[self._columns]
+
+    @property
+    def _columns(self) -> slice:
         start = sum(self.group.sizes[: self._index])
-        return None if whole is None else whole[start : start + self.out_features]
+        return slice(start, start + self.out_features)
 
     def forward(self, a: Tensor) -> Tensor:
         """Computes `[..., out_features]` for `a [..., in_features]`. The result is a view of the group's result."""
@@ -74,9 +78,7 @@ class FusedLinear(nn.Module):
     def to_packed(self) -> PackedWeight:
         """Returns the weight and bias that this projection had before fusing."""
         group = self.group
-        start = sum(group.sizes[: self._index])
-        columns = slice(start, start + self.out_features)
-        part = group.layer.to_packed().columns(columns)
+        part = group.layer.to_packed().columns(self._columns)
         if part.global_scale is not None and not group.scaled[self._index]:
             part.global_scale = part.global_scale[:1].clone()
         return part
@@ -114,8 +116,8 @@ def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS)
     the joint matrix as it split K of the separate ones, the results have the same bits. Otherwise they agree within the
     operator's error bound. If an error occurs, no group is fused.
 
-    A group keeps its last input and results in memory until its last projection is called, so a model that never calls
-    this projection never frees these tensors.
+    A group frees its last input and results when its last projection is called. If a model never calls this projection,
+    they stay in memory.
 
     Args:
         model: changed in place.

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from torch_marlin_metal import extension  # noqa: F401  registers the operators
 from torch_marlin_metal.formats import weight_format as find_format
-from torch_marlin_metal.layers.packed_layer import PackedLayer
+from torch_marlin_metal.layers.packed_layer import PackedLayer, options_of
 from torch_marlin_metal.layers.weight_info import WeightInfo
 from torch_marlin_metal.packed_weight import WEIGHT_TENSORS, PackedWeight, operator_arguments
 from torch_marlin_metal.quantize.weight import quantize_weight
@@ -121,21 +121,8 @@ class MarlinLinear(PackedLayer):
             dtype = packed.super_scales.dtype
         elif dtype is None and packed.scales.is_floating_point():
             dtype = packed.scales.dtype
-        layer = cls(
-            packed.K,
-            packed.N,
-            bias=packed.bias is not None,
-            weight_format=packed.weight_format,
-            group_size=packed.group_size,
-            scale_dtype=packed.scales.dtype,
-            zeros_dtype=None if packed.zeros is None else packed.zeros.dtype,
-            super_dtype=None if packed.super_scales is None else packed.super_scales.dtype,
-            global_scale_per_column=global_scale is not None and global_scale.numel() > 1,
-            perm=packed.perm is not None,
-            block_scales=packed.has_block_scales,
-            device="meta",
-            dtype=dtype,
-        )
+        has_bias = packed.bias is not None
+        layer = cls(packed.K, packed.N, has_bias, **options_of(packed), device="meta", dtype=dtype)
         values = {**packed.tensors(), "global_scale": global_scale}
         for name in WEIGHT_TENSORS:
             setattr(layer, name, values.get(name))
@@ -173,12 +160,11 @@ class MarlinLinear(PackedLayer):
 
     def forward(self, a: Tensor) -> Tensor:
         """Computes `[..., out_features]` in a's dtype for `a [..., in_features]` in fp16, bf16 or fp32."""
-        rounds = self.rounds_weights or (self.rounds_in_training and self.training)
         # The same as self._arguments(self.bias), without the cost of the call.
         tensors, named = operator_arguments(self._weight_buffers(), self.weight_format, self.group_size, self.bias)
         if self.activations is not None:
             named["activations"] = self.activations
-        elif rounds:
+        elif self.rounds_weights or (self.rounds_in_training and self.training):
             named["variant"] = "rounded"
         result: Tensor = _gemm(a, *tensors, **named)
         return result
@@ -193,9 +179,7 @@ class MarlinLinear(PackedLayer):
 
     def to_packed(self) -> PackedWeight:
         """Returns the weight and bias as a PackedWeight that shares this layer's tensors."""
-        buffers = self._weight_buffers()
-        tensors: dict[str, Any] = {name: buffers[name] for name in WEIGHT_TENSORS}
-        return PackedWeight(weight_format=self.weight_format, group_size=self.group_size, bias=self.bias, **tensors)
+        return self._stored()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Decodes the weight to `nn.Linear`'s layout `[out_features, in_features]`."""

@@ -22,8 +22,9 @@ from torch_marlin_metal.packed_weight import (
 )
 
 FORMAT_VERSION = 1
-# The name of the float weight. The state_dict has a tensor of one element with this name. Without it, a loader that
-# ignores unknown tensors would leave a float layer at its initial values. With it, the loader reports a wrong size.
+# The name of a float layer's weight. A packed layer's state_dict has a tensor of one element with this name. If a float
+# layer loads this state_dict by mistake, the loader reports a wrong size. Without the tensor, a loader that ignores
+# unknown tensors would leave the layer at its initial values.
 GUARD = "weight"
 
 
@@ -32,22 +33,12 @@ class PackedLayer(nn.Module):
 
     The constructor makes an empty layer for loaders. On `device="meta"` the layer needs no memory.
 
+    `MarlinLinear` explains the arguments that are not listed here.
+
     Args:
         K: rows of the weight, a multiple of 8.
         N: columns of the weight.
-        bias: True if the layer has a bias.
         stack: the leading dimensions that all tensors except `lut` have for several weights; () for a single weight.
-        weight_format: a name of `WEIGHT_FORMATS` or an alias.
-        group_size: 16, 32, 64, 128, 256 or K. -1 means K. None means the format's fixed size, or 128 if there is none.
-        scale_dtype: dtype of floating-point scales.
-        zeros_dtype: dtype of the zeros. None means uint8 for zero points and `scale_dtype` for biases of uint4_bias.
-        super_dtype: dtype of `super_scales` for two-level scales. `scale_dtype` is then uint8 or int8. Biases have two
-            levels too if `zeros_dtype` is uint8.
-        global_scale_per_column: True if nvfp4's `global_scale` has a value per column, False if it has a single value.
-        perm: True if the weight has an act-order permutation.
-        block_scales: True if one scale is for a block of 128 x 128 weights, see `PackedWeight.scales`.
-        device: device of the tensors.
-        dtype: dtype of the bias. None means the default dtype.
     """
 
     b_packed: Tensor
@@ -123,19 +114,23 @@ class PackedLayer(nn.Module):
             "torch.export or torch.jit.trace"
         )
 
-    def _weights(self, tensors: Mapping[str, Any]) -> Iterable[PackedWeight]:
-        """Returns the weights in these tensors. The caller checks their values."""
-        return [PackedWeight(weight_format=self.weight_format, group_size=self.group_size, **tensors)]
+    def _weights(self, stored: PackedWeight) -> Iterable[PackedWeight]:
+        """Returns the weights in the tensors of a state_dict. The caller checks their values."""
+        return [stored]
+
+    def _stored(self) -> PackedWeight:
+        """Returns the layer's tensors and bias as one weight. The tensors of a stack have its leading dimensions."""
+        buffers = self._weight_buffers()
+        tensors: dict[str, Any] = {name: buffers[name] for name in WEIGHT_TENSORS}
+        return PackedWeight(weight_format=self.weight_format, group_size=self.group_size, bias=self.bias, **tensors)
 
     def _weight_buffers(self) -> Mapping[str, Any]:
-        """Returns a mapping that contains the weight's tensors by name."""
         if "parametrizations" in self._modules:  # a parametrized tensor is a property of the class and not a buffer
             return {name: getattr(self, name) for name in WEIGHT_TENSORS}
         # Not getattr: nn.Module.__getattr__ for each buffer would cost about 2 us per call.
         return self._buffers
 
     def _arguments(self, bias: Tensor | None = None) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-        """Returns the operators' positional and named arguments for the weight and a bias."""
         return operator_arguments(self._weight_buffers(), self.weight_format, self.group_size, bias)
 
     def _describe(self, device: torch.device | str | None) -> Tensor:
@@ -220,11 +215,26 @@ class PackedLayer(nn.Module):
         complete = all((getattr(self, name) is None) == (tensors[name] is None) for name in WEIGHT_TENSORS)
         if complete and not found and not tensors["scales"].is_meta:
             try:
-                for weight in self._weights(tensors):
+                stored = PackedWeight(weight_format=self.weight_format, group_size=self.group_size, **tensors)
+                for weight in self._weights(stored):
                     weight.validate()
             except PackedWeightError as error:
                 found.append(f"{prefix}{error}")
         return found
+
+
+def options_of(weight: PackedWeight) -> dict[str, Any]:
+    """Returns the arguments for a `PackedLayer` that has room for a weight's tensors."""
+    return {
+        "weight_format": weight.weight_format,
+        "group_size": weight.group_size,
+        "scale_dtype": weight.scales.dtype,
+        "zeros_dtype": None if weight.zeros is None else weight.zeros.dtype,
+        "super_dtype": None if weight.super_scales is None else weight.super_scales.dtype,
+        "global_scale_per_column": weight.global_scale is not None and weight.global_scale.numel() > 1,
+        "perm": weight.perm is not None,
+        "block_scales": weight.has_block_scales,
+    }
 
 
 def model_device(model: nn.Module) -> torch.device | None:
@@ -233,12 +243,11 @@ def model_device(model: nn.Module) -> torch.device | None:
 
 
 def _same_for_all(old: Tensor, new: Tensor) -> Tensor:
-    """Returns the tensor for a layer whose tensor `old` was moved to `new`.
+    """Returns the tensor that a layer uses after its tensor `old` was moved to `new`.
 
-    An embedding and its output layer share their tensors, but `.to()` moves each layer separately, which would end the
-    sharing. If the other layer was moved first, this function therefore returns the other layer's moved tensor.
-    Otherwise it returns `new`. If one of the tensors was written after the other layer moved, for example by
-    load_state_dict, the tensors stay separate.
+    An embedding and its output layer share their tensors, but `.to()` moves one layer after the other. To
+    preserve the sharing, the second layer gets the tensor to which the first layer was moved. It gets `new` if one of
+    these tensors was written in between, for example by load_state_dict.
     """
     reference, versions = _moved.get(old, (None, None))
     moved = reference() if reference is not None else None

@@ -12,8 +12,6 @@ from torch import nn
 # A transformers model ends in a trained head with few classes if its class name contains this pattern.
 CLASSIFIERS = re.compile(r"For\w*(Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction|XVector)")
 IN_HEAD = "it belongs to the head of a classifier"
-
-
 IN_FLOAT32 = "transformers keeps it in float32"
 
 

@@ -15,11 +15,11 @@ from torch_marlin_metal.sizes import parse_size
 
 SAMPLE_EXPERTS = 4  # experts per layer of a mixture for which a format's error is measured
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of the expert count in transformers' configs
-# The factor of the vocabulary's error in the sum of all layers' errors. In small trained models, it is 1/4 to 3. A
-# larger number is used here, so that the vocabulary keeps many bits.
+# The factor of the vocabulary's error in the sum of all layers' errors. Small trained models need 1/4 to 3. The factor
+# is larger, so that the vocabulary keeps many bits.
 VOCABULARY_WEIGHT = 4
 LAYER_BYTES = 12  # bytes of `packed_format`, which a packed layer stores in addition to its weight
-STORED_BYTES = LAYER_BYTES + 1  # bytes of the same in a file, which also stores the layer's `GUARD`
+STORED_BYTES = LAYER_BYTES + 1  # the same in a file, which also has the layer's `GUARD`, one byte
 
 
 class Widths:
@@ -60,12 +60,10 @@ class Widths:
             return
         unit = measured(name, shape, samples, copies, self._recipe, self.candidates)
         unit.sizes = [size + beside for size in unit.sizes]
-        if key not in self.units:
-            self.units[key] = unit
-        elif name in self.units[key].names:  # the second projection of the same experts
-            self.units[key].join(replace(unit, names=[]))
-        else:
-            self.units[key].join(unit)
+        known = self.units.setdefault(key, unit)
+        if known is not unit:
+            is_second = name in known.names  # the second projection of the same experts
+            known.join(replace(unit, names=[]) if is_second else unit)
 
     def choose(self, op: str, fixed: int, limit: int) -> tuple[Recipe, Fit]:
         """Returns the recipe with the selected formats, and the selection.
@@ -83,11 +81,10 @@ class Widths:
 
     def weigh_vocabulary(self) -> None:
         """Multiplies the errors of the vocabulary by their importance for the model's predictions."""
-        is_word = [bool(self._recipe.vocabulary.intersection(unit.names)) for unit in self.units.values()]
-        others = sum(len(unit.names) for unit, word in zip(self.units.values(), is_word, strict=True) if not word)
-        for unit, word in zip(self.units.values(), is_word, strict=True):
-            if word:
-                unit.errors = [error * VOCABULARY_WEIGHT * max(others, 1) for error in unit.errors]
+        words = [unit for unit in self.units.values() if self._recipe.vocabulary.intersection(unit.names)]
+        others = sum(len(unit.names) for unit in self.units.values()) - sum(len(unit.names) for unit in words)
+        for unit in words:
+            unit.errors = [error * VOCABULARY_WEIGHT * max(others, 1) for error in unit.errors]
 
 
 def check_widths(op: str, memory: str | int | None, like: str | None, text: Tensor | None = None) -> None:

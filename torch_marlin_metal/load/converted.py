@@ -85,7 +85,7 @@ class ConvertedReader(CheckpointReader):
         return replace(weight, name=self.layer_names[index], bias=self.bias(index)).validate()
 
     def _part(self, own: int, rows: slice | Tensor) -> PackedWeight:
-        """Reads some rows of a layer in the file. Caches the last layer, because its other rows are often read next."""
+        """Reads some rows of a layer in the file. Caches this layer, because its other rows are often read next."""
         if self._latest is None or self._latest[0] != own:
             self._latest = None
             self._latest = own, replace(self._reader.convert(own), bias=None)

@@ -125,7 +125,7 @@ class Loader:
         return report
 
     def _complete(self) -> None:
-        """Initializes the remaining tensors of modules that were restored to hold decoded weights."""
+        """Initializes the tensors of restored modules that still have no values. These modules hold decoded weights."""
         names = [
             f"{target.name}.{key}"
             for target in self._back
@@ -211,7 +211,7 @@ class Loader:
                 yield self._report(user, self._pack(user, shared, first.b_packed.device))
 
     def _add_late(self, index: int, kind: str, held: int) -> None:
-        """Records a layer that was decoded to floats, although the headers did not reveal this."""
+        """Counts a layer that was decoded to floats, unless `planned_share` counted it before the load."""
         if index not in self._planned.indexes:
             self._late.add(index, kind, held)
 
@@ -227,10 +227,9 @@ class Loader:
         if self._caller.reinitializes:
             self._warn(f"{where}, so the model's class initializes the layer")
             return False
-        way = (
-            "" if self._caller.reinitializes is None else "; ignore_mismatched_sizes=True initializes the model's layer"
-        )
-        raise ModelMismatchError(f"{self._caller.op}: {where}{way}")
+        if self._caller.reinitializes is not None:
+            where += "; ignore_mismatched_sizes=True initializes the model's layer"
+        raise ModelMismatchError(f"{self._caller.op}: {where}")
 
     def _reinitialize(self, place: Place) -> Iterator[LayerReport]:
         """Skips a layer of the checkpoint, and lets the model's class initialize the module instead."""
@@ -359,11 +358,7 @@ class Loader:
     def _fit_expert(self, name: str, experts: ExpertsPlace, inner: str) -> PackedWeight | DenseWeight:
         caller, shape = self._caller, experts.shapes[inner]
         device = caller.device_of(name) or real_device(shape.device)
-        weight: PackedWeight | DenseWeight | None
-        if inner in experts.floats:
-            weight = self._float_expert(name, experts, inner)
-        else:
-            weight = self._reader.read(experts.indexes[inner])
+        weight = self._read_expert(experts, inner)
         if weight is None:
             raise ModelMismatchError(
                 f"{caller.op}: layer {name!r}: it cannot be packed, and on_unsupported='skip' cannot leave out a part "
@@ -376,11 +371,12 @@ class Loader:
         held = fit_bias(caller.op, name, shape.bias, weight.bias)
         return replace(weight, values=weight.values.to(device), bias=None if held is None else held.to(device))
 
-    @staticmethod
-    def _float_expert(name: str, experts: ExpertsPlace, inner: str) -> DenseWeight:
+    def _read_expert(self, experts: ExpertsPlace, inner: str) -> PackedWeight | DenseWeight | None:
+        if inner not in experts.floats:
+            return self._reader.read(experts.indexes[inner])
         values, bias = experts.floats[inner]
         rows = FloatRows.of(values())
-        return DenseWeight(name, rows, None if bias is None else bias(), "floats in the checkpoint")
+        return DenseWeight(inner, rows, None if bias is None else bias(), "floats in the checkpoint")
 
     def _decode_experts(self, experts: ExpertsPlace) -> None:
         target, caller = experts.target, self._caller
@@ -389,9 +385,7 @@ class Loader:
         dtypes = {name: caller.dtype or tensor.dtype for name, tensor in held.items()}
 
         def read(inner: str) -> PackedWeight | DenseWeight:
-            if inner in experts.floats:
-                return self._float_expert(inner, experts, inner)
-            weight = self._reader.read(experts.indexes[inner])
+            weight = self._read_expert(experts, inner)
             if weight is None:
                 raise StackError(f"{inner} is skipped")
             return weight

@@ -16,8 +16,8 @@ class Spot:
 
     Attributes:
         target: the module.
-        shape: if a new layer replaces a Linear, the shape of the Linear. None for an embedding, and for other modules,
-            which receive decoded values.
+        shape: the shape of the Linear that a new layer replaces. None for an embedding, and for a module that receives
+            decoded values.
     """
 
     target: Target
@@ -40,9 +40,9 @@ class Place:
         users: modules that share the weight but are not in the checkpoint. The loader fills them too.
         dense: the reason why the layer is decoded to floats, or "".
         no_layer: True if the reason is that the model's class supports only floats there, for example in a router.
-        bias_from: if the checkpoint has no separate bias for the layer, the tensor of another module that is the
-            layer's bias, else "".
-        bias_to: tensors of other modules that the checkpoint lacks. They become this layer's bias.
+        bias_from: the model's name of a tensor in the checkpoint that belongs to another module and is also the layer's
+            bias, else "".
+        bias_to: the model's names of tensors that the checkpoint lacks and that are also the layer's bias.
     """
 
     index: int

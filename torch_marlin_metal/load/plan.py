@@ -232,8 +232,7 @@ class _Planner:
     def _tie(self, dense: set[str]) -> None:
         """Finds the modules that share a packed layer's weight but are not in the checkpoint.
 
-        Args:
-            dense: the modules whose weight is stored in floats.
+        `dense` are the modules whose weight is stored in floats.
         """
         packed = {name: place for place in self._plan.places for name in place.spot.target.names}
         groups: dict[str, list[str]] = {}
@@ -243,7 +242,7 @@ class _Planner:
             held = [name for name in names if name in packed]
             if not held:
                 continue
-            stays = source in dense and source not in packed  # True: the others are tied to the float weight
+            stays = source in dense and source not in packed  # True: the modules share a weight in floats
             for name in names:
                 if name != source and (name in packed or not stays):
                     self._plan.settled.add(name)
@@ -257,8 +256,7 @@ class _Planner:
     def _tie_biases(self, dense: set[str | None]) -> None:
         """Finds biases that are also tensors of other modules, as in the heads of BERT and similar models.
 
-        Args:
-            dense: the model's tensors that are stored in floats.
+        `dense` are the model's tensors that are stored in floats.
         """
         tensors = ModelTensors(self._model)
         replaced = {f"{name}.bias" for place in self._plan.places for name in place.spot.target.names}
@@ -360,16 +358,3 @@ def _checked(op: str, name: str, old: Tensor, read: Callable[[], Tensor], kind: 
         return tensor
 
     return read_checked
-
-
-def shared_weights(model: nn.Module) -> dict[str, str]:
-    """Returns the modules with a shared weight: name -> name of the first module with this weight."""
-    first: dict[int, tuple[str, nn.Module]] = {}
-    ties = {}
-    for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if weight is not None:
-            source, owner = first.setdefault(id(weight), (name, module))
-            if owner is not module:
-                ties[name] = source
-    return ties

@@ -17,7 +17,7 @@ from torch_marlin_metal.load.caller import Caller, Split
 from torch_marlin_metal.load.converted import open_converted
 from torch_marlin_metal.load.loader import Loader
 from torch_marlin_metal.load.names import Rename, namer
-from torch_marlin_metal.load.plan import shared_weights
+from torch_marlin_metal.models.linear_layers import shared_weights
 from torch_marlin_metal.models.report import Report, module_bytes
 from torch_marlin_metal.models.savers import let_it_save, round_as_diffusers
 from torch_marlin_metal.patterns import Filter, NameFilter

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.options import typed
-from torch_marlin_metal.checkpoints.reader import CheckpointReader
+from torch_marlin_metal.checkpoints.reader import CheckpointReader, Refusal
 from torch_marlin_metal.load.caller import Caller
 from torch_marlin_metal.load.places import ExpertsPlace, LoadPlan, Spot
 from torch_marlin_metal.load.plan import EXCLUDED
@@ -88,7 +88,7 @@ def planned_share(plan: LoadPlan, reader: CheckpointReader, caller: Caller) -> F
         elif place.no_layer:
             share.add(place.index, type(place.spot.target.module).__name__, _float_bytes(place.spot, caller))
     for one in experts:
-        for index, kind, shape in _float_experts(one, {index: each.kind for index, each in refused.items()}, caller):
+        for index, kind, shape in _float_experts(one, refused, caller):
             share.add(index, kind, shape.N * shape.K * (caller.dtype or shape.dtype).itemsize)
     if refused and reader.options.on_unsupported == "error":
         first = min(refused)
@@ -105,7 +105,7 @@ def _float_bytes(spot: Spot, caller: Caller) -> int:
 
 
 def _float_experts(
-    experts: ExpertsPlace, refused: dict[int, str], caller: Caller
+    experts: ExpertsPlace, refused: dict[int, Refusal], caller: Caller
 ) -> Iterator[tuple[int, str, LinearShape]]:
     """Yields (index, kind, shape) for each layer of the stacks that are decoded to floats.
 
@@ -114,8 +114,9 @@ def _float_experts(
     every = ([*gate_up, *down] for gate_up, down in map(experts.layers.names, range(experts.layers.count)))
     for names in zip(*every, strict=True):
         indexes = {name: experts.indexes[name] for name in names if name in experts.indexes}
-        kinds = [refused[index] for index in indexes.values() if index in refused]
+        kinds = [refused[index].kind for index in indexes.values() if index in refused]
         if not kinds or any(selects(caller.exclude, f"{experts.target.name}.{name}") for name in names):
             continue
         for name, index in indexes.items():
-            yield index, refused.get(index, f"experts beside {kinds[0]}"), experts.shapes[name]
+            kind = refused[index].kind if index in refused else f"experts beside {kinds[0]}"
+            yield index, kind, experts.shapes[name]

@@ -17,7 +17,7 @@ def initialize(
     """Lets the model's classes compute tensors that are on the meta device, for example rotary frequencies.
 
     transformers models do this in `_init_weights`, which transformers also calls for its own empty models. The method
-    gets a copy of the module whose other tensors have no values, so it changes nothing else.
+    gets a copy of the module. In this copy, only the tensors to compute have values, so nothing else changes.
 
     Args:
         op: the caller's name for the error message.
@@ -84,9 +84,7 @@ def watch(model: Any, op: str) -> None:
         empty = [
             name
             for name, (tensor, version) in before.items()
-            if now.get(name) is tensor
-            and tensor._version == version
-            and torch.equal(tensor, _unset(tensor, tensor.device))
+            if now.get(name) is tensor and tensor._version == version and _is_unset(tensor)
         ]
         if empty:
             raise _error(op, model, empty)

@@ -18,7 +18,7 @@ NAMED = 8  # number of matrices that a message lists
 def left_matrices(
     model: nn.Module, chosen: Callable[[str, nn.Module], bool], is_listed: Callable[[nn.Module], bool], tables: bool
 ) -> list[LayerReport]:
-    """Lists parameters that are matrices or stacks of matrices but are not part of a layer that can be quantized.
+    """Lists the matrices, and stacks of matrices, in the parameters of modules that cannot be quantized.
 
     Args:
         model: the model in its current state.

@@ -141,7 +141,7 @@ class ExpertLayers:
         return Gate(self.gate_module)
 
     def stack(self, number: int, weights: Iterable[Sequence[PackedWeight]]) -> ExpertWeights:
-        """Makes the stack of gate and up (`number` 0) or of down (1) from the parts of each expert in turn."""
+        """Makes the stack of gate and up (`number` 0) or of down (1). `weights` has the parts of each expert."""
         own = self.shapes[number].dtype
         return ExpertWeights.from_packed(weights, experts=self.count, dtype=own if own in FLOAT_DTYPES else None)
 
@@ -307,7 +307,9 @@ class ExpertsOfEachToken(NamedExperts):
         self.top_k = 1
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        """Computes `[E * T, H]` from `hidden_states [E * T, H]`, where rows of tokens of other experts are zero.
+        """Computes `[E * T, H]` from `hidden_states [E * T, H]`, which has a row of each token for each expert.
+
+        The rows of tokens that an expert does not receive are zero.
 
         Raises:
             ValueError: `hidden_states` has another number of dimensions, or its row count is not divisible by E.

@@ -239,10 +239,9 @@ def _yarn_divisors(settings: Mapping[str, Any], base: float, dims: int) -> Tenso
 
 
 def _longrope(config: Any, file: FileSettings, short: Tensor, long: Tensor, attention: float | None) -> Scaling:
-    length = _context(config, file, {})
     settings: dict[str, Any] = {"rope_type": "longrope"}
     settings |= {"short_factor": short.tolist(), "long_factor": long.tolist()}
-    settings["original_max_position_embeddings"] = length
+    settings["original_max_position_embeddings"] = _context(config, file, {})
     if attention is not None:
         settings["attention_factor"] = attention
     return Scaling(settings, (short, long), attention)
@@ -311,6 +310,11 @@ def computed(model: nn.Module, config: Any, layer_type: str | None, scaled: bool
         yield function(config, **types, **length)
 
 
+def includes(held: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Returns True if a config's rotary settings contain all the given settings."""
+    return all(name in held and same(held[name], value) for name, value in settings.items())
+
+
 def differs(model: nn.Module, config: Any, rope: Rope, layer_type: str | None) -> bool:
     """Returns True if a model computes another rotary embedding than `rope`."""
     scaled = rope.divisors is not None
@@ -318,7 +322,7 @@ def differs(model: nn.Module, config: Any, rope: Rope, layer_type: str | None) -
     found = list(computed(model, config, layer_type, scaled))
     if not found:
         held = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-        return not all(name in held and same(held[name], value) for name, value in rope.settings.items())
+        return not includes(held, rope.settings)
     for (frequencies, attention), divisor in zip(found, divisors, strict=True):
         expected = rope.plain() / divisor
         if frequencies.shape != expected.shape:

@@ -24,12 +24,12 @@ from torch_marlin_metal.models.gguf_case import (
     plain,
 )
 from torch_marlin_metal.models.gguf_layers import of_llama_cpp, of_tensors
-from torch_marlin_metal.models.gguf_rope import RopeError, differs, layer_types, states_rope, wanted
+from torch_marlin_metal.models.gguf_rope import RopeError, differs, includes, layer_types, states_rope, wanted
 from torch_marlin_metal.models.gguf_special import PERIODS, SPECIAL
 from torch_marlin_metal.models.linear_layers import ModelMismatchError
 from torch_marlin_metal.patterns import NameFilter, selects
 
-# (model type, layers) of the Gemma models whose attention llama.cpp scales by the root of hidden size / heads.
+# (architecture, number of layers) of the Gemma models whose attention scale llama.cpp derives from hidden size / heads.
 SCALED_BY_WIDTH = (("gemma2", 46), ("gemma3", 62))
 # Architectures whose model class has no bias after the attention, or a separate setting for this bias.
 WITHOUT_OUTPUT_BIAS = ("glm4", "glm4moe", "seed_oss", "chatglm")
@@ -44,8 +44,8 @@ def differences(
     Args:
         config: the config of the text model.
         file: the file's keys and tensors.
-        complete: True to compare two more kinds of settings: sizes, biases and shared tables, which loading checks
-            itself, and llama.cpp's defaults for missing keys.
+        complete: True to compare also sizes, biases and shared tables, which loading checks itself, and to use
+            llama.cpp's defaults for missing keys.
         model: the model of the config, whose rotary frequencies are compared. None compares rotary settings instead.
     """
     head = int(file.number(_key_of_head(config)) or head_size(config))
@@ -65,7 +65,6 @@ def differences(
 
 
 def _key_of_head(config: Any) -> str:
-    """Returns the key for the size of a head. The number of rotated dimensions is a fraction of this size."""
     if not is_latent(config):
         return "attention.key_length"
     return "attention.key_length_mla" if config.model_type == "mistral4" else "rope.dimension_count"
@@ -177,7 +176,7 @@ def _of_rope(case: Case, model: nn.Module | None) -> Iterator[Difference]:
         yield case.nowhere("rope.freq_base_swa")
     held = config.rope_parameters
     if model is None:
-        right = all(_includes(held if kind is None else held[kind], rope.settings) for kind, rope in ropes.items())
+        right = all(includes(held if kind is None else held[kind], rope.settings) for kind, rope in ropes.items())
     else:
         right = not any(differs(model, config, rope, kind) for kind, rope in ropes.items())
     if not right:
@@ -188,10 +187,6 @@ def _of_rope(case: Case, model: nn.Module | None) -> Iterator[Difference]:
             yield from case.difference(
                 "rope.scaling.original_context_length", "original_max_position_embeddings", length
             )
-
-
-def _includes(held: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    return all(name in held and same(held[name], value) for name, value in settings.items())
 
 
 def corrected(config: Any, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:

@@ -33,10 +33,8 @@ TEXT_OF_IMAGES = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 
 def _head(case: Case, name: str, value: Any) -> Iterator[Difference]:
     if is_latent(case.config):
-        yield from _latent_head(case, name)
-        return
-    vary = has_setting(case.config, "global_head_dim")
-    if vary:
+        yield from _latent_head(case, name, value)
+    elif has_setting(case.config, "global_head_dim"):
         yield from case.difference(name, "head_dim" if name.endswith("_swa") else "global_head_dim", value)
     elif name == "attention.key_length":
         if value != (held := head_size(case.config)):
@@ -45,7 +43,7 @@ def _head(case: Case, name: str, value: Any) -> Iterator[Difference]:
         yield case.nowhere(name, f"transformers' {type(case.config).__name__} has one size of a head, {case.head}")
 
 
-def _latent_head(case: Case, name: str, value: Any = None) -> Iterator[Difference]:
+def _latent_head(case: Case, name: str, value: Any) -> Iterator[Difference]:
     """Yields differences in the head sizes of latent attention.
 
     If a file has a key that ends in _mla, that key is the model's head size. Files written in 2024 have no such key,
@@ -115,9 +113,7 @@ def _key_value_heads(case: Case, name: str, value: Any) -> Iterator[Difference]:
             yield case.nowhere(name, "one number for all layers of attention is expected")
         if not case.config.model_type.startswith("lfm2"):
             return  # see `gguf_layers`
-        types = ["full_attention" if each else "conv" for each in value]
-        if case.config.layer_types != types:
-            yield Difference({case.file.full(name): value}, "layer_types", case.config.layer_types, types)
+        yield from case.difference(name, "layer_types", ["full_attention" if each else "conv" for each in value])
         return
     if not has_setting(case.config, "num_global_key_value_heads"):
         yield from plain(case, name, Key(("num_key_value_heads",)), value)
@@ -142,8 +138,7 @@ def _interval(case: Case, name: str, value: Any) -> Iterator[Difference]:
         return
     layers = range(1, case.config.num_hidden_layers + 1)
     types = ["linear_attention" if number % value else "full_attention" for number in layers]
-    if case.config.layer_types != types:
-        yield Difference({case.file.full(name): value}, "layer_types", case.config.layer_types, types)
+    yield from case.difference(name, "layer_types", types)
 
 
 def _inner_size(case: Case, name: str, value: Any) -> Iterator[Difference]:

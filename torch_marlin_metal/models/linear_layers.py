@@ -58,7 +58,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Returns True if a module looks like a Linear layer. If it is none, a report gives the reason."""
+    """Returns True if a module looks like a Linear layer. If it cannot be packed, reports list it with the reason."""
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
@@ -94,17 +94,26 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
     if isinstance(module, MarlinLinear):
         return LinearShape(module.out_features, module.in_features, module.dtype, module.b_packed.device, module.bias)
     weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 2:
-        return None
-    if not is_linear(module):
+    if weight is None or weight.dim() != 2 or not is_linear(module):
         return None
     transposed = is_transposed(module)
     N, K = reversed(weight.shape) if transposed else weight.shape
     return LinearShape(N, K, weight.dtype, weight.device, module._parameters.get("bias"), transposed)
 
 
+def shared_weights(model: nn.Module) -> dict[str, str]:
+    """Returns the modules with a shared weight: name -> name of the first module with this weight."""
+    first: dict[int, str] = {}
+    ties = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and (owner := first.setdefault(id(weight), name)) != name:
+            ties[name] = owner
+    return ties
+
+
 def packed_layer(old: nn.Module, packed: PackedWeight, dtype: torch.dtype) -> MarlinLinear:
-    """Makes the packed layer that replaces an embedding, or a Linear layer whose bias the packed layer gets."""
+    """Makes the packed layer that replaces an embedding or a Linear layer. It takes the bias of the Linear layer."""
     if isinstance(old, nn.Embedding):
         return MarlinEmbedding.like(old, packed, dtype)
     return MarlinLinear.from_packed(replace(packed, bias=old._parameters.get("bias")), dtype=dtype)
@@ -136,7 +145,7 @@ def fit_weight(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> PackedWeight:
-    """Returns a checkpoint's weight with the device and the bias for the Linear layer that it replaces.
+    """Moves a checkpoint's weight to the device of the Linear layer that it replaces, and adapts its bias.
 
     Args:
         op: the caller's name for error messages.

@@ -22,6 +22,7 @@ from torch_marlin_metal.models.linear_layers import (
     linear_shape,
     matrix_of,
     packed_layer,
+    shared_weights,
 )
 from torch_marlin_metal.models.reasons import KEPT, shared_with_others, why_not_quantized
 from torch_marlin_metal.models.report import LayerReport, Report, module_bytes
@@ -151,7 +152,7 @@ def quantize_model(
     fit = None
     if memory is not None or like is not None:
         modules = {target.name: target.module for target in targets if not reasons.get(id(target.module))}
-        ties = _ties(modules)
+        ties = shared_weights(model)
         if like is not None:
             outputs = {name for name, module in modules.items() if id(module) in heads}
             outputs |= {name for name, first in ties.items() if {name, first} & outputs} | {
@@ -339,15 +340,8 @@ def _shared_weights(targets: list[Target]) -> set[int]:
     return shared
 
 
-def _ties(modules: dict[str, nn.Module]) -> dict[str, str]:
-    """Returns the modules with a shared weight: name -> name of the first module with this weight."""
-    first: dict[int, str] = {}
-    owners = {name: first.setdefault(id(module._parameters.get("weight")), name) for name, module in modules.items()}
-    return {name: owner for name, owner in owners.items() if name != owner and "weight" in modules[name]._parameters}
-
-
 def _error_and_size(packed: PackedWeight, weight: Tensor) -> tuple[float, float]:
-    """Returns the sum of squares of a packed weight's errors, and the sum of squares of the weight."""
+    """Returns two sums of squares: that of a packed weight's errors, and that of the weight."""
     difference = norm = 0.0
     for start in range(0, packed.N, ERROR_COLUMNS):
         n = slice(start, start + ERROR_COLUMNS)

@@ -34,7 +34,7 @@ TAKEN = {
 
 
 def why_not_quantized(model: nn.Module, targets: list[Target], staying: dict[int, str]) -> dict[int, str]:
-    """Returns `{id(module): reason}` for modules that are not quantized. `staying` has the default reasons."""
+    """Returns `{id(module): reason}` for modules that are not quantized. `staying` are those that stay by default."""
     taken = taken_weights(model)
     why = {
         id(target.module): taken.get(id(target.module))

@@ -73,7 +73,7 @@ class Report(RichText):
 
     @property
     def quantized_share(self) -> float:
-        """Returns the bytes of the converted layers as a fraction, 0 to 1, of the bytes of all layers in the report."""
+        """Returns the share of the converted layers, 0 to 1, in the bytes of all layers in the report."""
         done = sum(layer.bytes_before for layer in self.converted)
         return done / (done + self.left_bytes) if done else 0.0
 

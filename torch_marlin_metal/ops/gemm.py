@@ -14,13 +14,9 @@ _gemm = _ops.gemm.default
 
 
 @flop_formula("gemm")
+@flop_formula("gemm_fp32")
 def _gemm_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
     """Returns 2 M N K, a multiplication and an addition per term, like `FlopCounterMode` for `nn.Linear`."""
-    return 2 * a_shape.numel() * b_packed_shape[1]
-
-
-@flop_formula("gemm_fp32")
-def _gemm_fp32_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * a_shape.numel() * b_packed_shape[1]
 
 

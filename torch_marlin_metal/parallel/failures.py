@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-# Seconds that a process waits for the reports of the other processes. The wait ends this long after the timeout of the
-# group. If only one report is missing, the wait ends this long after the last received report.
+# Seconds that a process waits for reports of other processes: after the timeout of the group or, if only one report is
+# missing, after the last report.
 GRACE = 2.0
 
 

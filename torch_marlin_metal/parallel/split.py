@@ -73,10 +73,10 @@ def split_rows(
 ) -> list[PackedWeight]:
     """Splits a weight `[K, N]` into `count` weights `[K/count, N]`, whose products sum to the complete product.
 
-    If a border between parts is inside a block of 256 rows with two-level scales, the parts have one-level fp32 scales.
-
     Part r multiplies the features r * K/count to (r + 1) * K/count - 1 of the activations. Only the first part has the
     bias, so the sum includes the bias once.
+
+    If a border between parts is inside a block of 256 rows with two-level scales, the parts have one-level fp32 scales.
 
     Args:
         weight: the complete weight.

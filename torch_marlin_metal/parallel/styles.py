@@ -26,7 +26,7 @@ from torch_marlin_metal.parallel.failures import naming_failed_ranks
 from torch_marlin_metal.parallel.split import split_columns, split_rows
 
 _TAG = 0x4D4D  # distinguishes exchanged sums from a program's own messages between two processes
-# Up to this many processes and this many bytes per part, as in decoding, each process sends its part of a sum to all
+# Up to these numbers of processes and of bytes per part, as in decoding, each process sends its part of a sum to all
 # others. Beyond either limit, gloo's all_reduce is used, because it transfers fewer bytes.
 _DIRECT_PROCESSES, _DIRECT_BYTES = 8, 64 << 10
 
@@ -128,8 +128,7 @@ class LinearStyle(PackedStyle):
     def _split(self, layer: MarlinLinear, group: dist.ProcessGroup) -> nn.Module:
         """Turns a `MarlinLinear` with this process's part into a layer that exchanges results with all processes."""
         layer.__class__ = self.kind
-        for name, value in self._attributes(group).items():
-            object.__setattr__(layer, name, value)
+        vars(layer).update(self._attributes(group))
         return layer
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -183,9 +182,8 @@ class LinearStyle(PackedStyle):
         """
         count, rank = dist.get_world_size(group), dist.get_rank(group)
         weight = reader.read_part(index, Part(self.by, count, rank)) if self._readable() else None
-        # The parts can have different formats: if all zero points of a part are 8, the reader returns the format
-        # without zero points. In this case, the complete layer is read and then split, so that all parts have the same
-        # format.
+        # All parts must have the same format. A reader returns a format without zero points for a part whose zero
+        # points are all 8, and another format for other parts. Then the complete layer is read and split.
         kinds = gather([-1 if weight is None else number_of(weight.weight_format)], group)
         if weight is None or any(kind != kinds[0] for kind in kinds):
             del weight  # frees the part before the complete layer is read
@@ -311,25 +309,16 @@ class MarlinExpertParallel(PackedStyle):
         for stack in (module.gate_up, module.down):
             if not isinstance(stack, ExpertWeights):
                 raise TypeError("MarlinExpertParallel: expected packed experts, got experts with a stack in floats")
-            tensors: dict[str, Any] = {name: stack._buffers[name] for name in WEIGHT_TENSORS}
-            check_weight(
-                "MarlinExpertParallel",
-                PackedWeight(
-                    weight_format=stack.weight_format, group_size=stack.group_size, bias=stack.bias, **tensors
-                ),
-                group,
-            )
+            check_weight("MarlinExpertParallel", stack._stored(), group)
         share = module.num_experts // count
         own = slice(rank * share, (rank + 1) * share)
         module.gate_up, module.down = _experts(module.gate_up, own), _experts(module.down, own)
         module.__class__ = ExpertPart
-        object.__setattr__(module, "_group", group.group_name)
-        object.__setattr__(module, "_first", own.start)
+        vars(module).update(_group=group.group_name, _first=own.start)
         return module
 
 
 def _experts(stack: ExpertWeights, own: slice) -> ExpertWeights:
-    """Copies some experts of a stack into a new stack."""
     part = ExpertWeights(
         own.stop - own.start,
         stack.in_features,

@@ -1,6 +1,7 @@
 """Selects a format for each layer of a model, so that the model fits in a memory limit with the smallest error."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -102,9 +103,7 @@ class Fit:
 
     def summary(self) -> str:
         """Formats a line with the number of layers in each format, the bytes and the error."""
-        counts: dict[str, int] = {}
-        for name, size in self.chosen().values():
-            counts[f"{name} g{size}"] = counts.get(f"{name} g{size}", 0) + 1
+        counts = Counter(f"{name} g{size}" for name, size in self.chosen().values())
         kinds = ", ".join(f"{count} in {kind}" for kind, count in counts.items())
         return f"{kinds}: {human_size(self.total_bytes)}, {self.bits:.2f} bits a weight, error {self.error:.4g}"
 
@@ -166,8 +165,7 @@ def choose(
 ) -> Fit:
     """Returns the selection with the smallest error among those that need at most `limit` bytes.
 
-    The selection is at least as good as one candidate for all units, and as one candidate for the vocabulary and
-    another for all other units.
+    The selection is at least as good as any pair of candidates, one for the vocabulary and one for all other units.
 
     Raises:
         ValueError: the smallest possible size exceeds the limit. The message states this size.
@@ -197,10 +195,12 @@ class _Best:
     """
 
     def __init__(self, units: list[Unit]) -> None:
-        self._units, self._low = units, _bounds(units)[0]
-        self._step = max(1, -(-(_bounds(units)[1] - self._low) // STEPS))
-        best = torch.zeros((_bounds(units)[1] - self._low) // self._step + 1, dtype=torch.float64, device="cpu")
-        self._picks: list[tuple[Tensor, list[int]]] = []  # per unit: (best candidate by steps left, steps by candidate)
+        self._units = units
+        self._low, high = _bounds(units)
+        self._step = max(1, -(-(high - self._low) // STEPS))
+        best = torch.zeros((high - self._low) // self._step + 1, dtype=torch.float64, device="cpu")
+        # For each unit: the best candidate for each number of steps left, and the steps that each candidate takes.
+        self._picks: list[tuple[Tensor, list[int]]] = []
         for unit in units:
             extra = [-(-(size - min(unit.sizes)) // self._step) for size in unit.sizes]
             errors = best.new_full((len(extra), len(best)), torch.inf)

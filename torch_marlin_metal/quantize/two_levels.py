@@ -42,8 +42,8 @@ class Level:
         values = torch.where(
             values.float() < exact, torch.nextafter(values, torch.full_like(values, torch.inf)), values
         )
-        if not signed:
-            values = -values if bool((numbers < 0).any()) else values
+        if not signed and bool((numbers < 0).any()):
+            values = -values
         divisor = values.float()
         divisor = torch.where(divisor == 0, torch.inf, divisor)[:, blocks]
         codes = torch.round(numbers / divisor).clamp_(-reach if signed else 0, reach)

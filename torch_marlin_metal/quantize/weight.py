@@ -127,10 +127,8 @@ def quantize_weight(
         raise ValueError(f"quantize_weight: amax: expected {expected}, got {amax}")
     found_dtype = torch.float32 if two_levels else scale_dtype
     coding: ScaleCoding = FloatScale(found_dtype)
-    global_scale = None
     if fmt.scale_coding == "e4m3":
         coding = E4M3Scale(largest if amax is None else amax, w.device)
-        global_scale = coding.global_scale
     elif fmt.scale_coding == "e8m0":
         coding = E8M0Scale(mx_rounding, E2M1 if fmt.code_kind == "e2m1" else E4M3)
         coding.check(largest)
@@ -152,7 +150,9 @@ def quantize_weight(
         scale = torch.cat([one.view(len(chunk), -1) for one, _ in best], 1)
         zeros = [zero.view(len(chunk), -1) for _, zero in best if zero is not None]
         zero = torch.cat(zeros, 1) if zeros else None
-        stored = {"scales": scale} if zero is None else {"scales": scale, "zeros": zero}
+        stored = {"scales": scale}
+        if zero is not None:
+            stored["zeros"] = zero.to(torch.uint8 if fmt.zeros_role == "zero_point" else scale_dtype)
         effective = coding.effective(scale)
         if two_levels:
             # Only formats without zeros benefit from negative scales, which "mse" tries.
@@ -174,10 +174,6 @@ def quantize_weight(
         for key, tensor in stored.items():
             held.setdefault(key, []).append(tensor.T)
     tensors: dict[str, Any] = {key: torch.cat(pieces, 1).contiguous() for key, pieces in held.items()}
-    if fmt.zeros_role == "zero_point":
-        tensors["zeros"] = tensors["zeros"].to(torch.uint8)
-    elif fmt.zeros_role == "bias" and not two_levels:
-        tensors["zeros"] = tensors["zeros"].to(scale_dtype)
     if not fmt.has_coded_scales:
         floating = {key: tensor for key, tensor in tensors.items() if tensor.is_floating_point()}
         for key, tensor in floating.items():
@@ -188,7 +184,7 @@ def quantize_weight(
         b_packed=b_packed,
         weight_format=fmt.name,
         group_size=group_size,
-        global_scale=global_scale,
+        global_scale=coding.global_scale if isinstance(coding, E4M3Scale) else None,
         lut=table.values if fmt.has_lut and isinstance(table, CodeTable) else None,
         b_high=b_high,
         name=name,
@@ -205,7 +201,7 @@ class _Search:
     bias_dtype: torch.dtype
     table: Table | None  # None if the codes are integers
     method: str
-    biases_below_0: bool  # True: all biases are at most 0, because the codes of a block's biases have one sign
+    biases_below_0: bool  # True for two levels: the biases of a block must have one sign, so all are at most 0
 
     def encode(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Returns the nearest codes, uint8 [R, g]. For a scale of 0, returns the code nearest to 0."""
@@ -307,7 +303,7 @@ class _Search:
             else:
                 yield shrunk, None
                 if self.table is None or not self.table.by_magnitude:
-                    yield -shrunk, None  # the codes extend further, or are denser, on one side of 0
+                    yield -shrunk, None  # on one side of 0, the codes extend further or are denser
 
     def _least_squares(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the least-squares scale (and bias) for the codes of x with the given scale and zero."""
@@ -384,12 +380,7 @@ def _check_not_lost(stored: list[Tensor]) -> None:
 
 
 def _check(
-    w: Tensor,
-    fmt: WeightFormat,
-    method: str,
-    scale_dtype: torch.dtype,
-    lut: Tensor | None,
-    mx_rounding: str,
+    w: Tensor, fmt: WeightFormat, method: str, scale_dtype: torch.dtype, lut: Tensor | None, mx_rounding: str
 ) -> None:
     if not isinstance(w, Tensor):
         raise ValueError(f"quantize_weight: w: expected a tensor, got {type(w).__name__}")

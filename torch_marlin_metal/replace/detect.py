@@ -42,8 +42,8 @@ def is_packed_linear(module: nn.Module) -> bool:
 def why_unread(module: nn.Module) -> str:
     """Returns the reason why a layer with a packed weight of an unknown kind is not read, or "" for other modules.
 
-    The weight of such a layer is a Tensor subclass that wraps other tensors (torchao, quanto), or a matrix of integers
-    or 8-bit floats in a module with the sizes of a Linear layer or an embedding.
+    Such a layer has the sizes of a Linear layer or an embedding. Its weight is a Tensor subclass that wraps other
+    tensors (torchao, quanto), or a matrix of integers or 8-bit floats.
     """
     if isinstance(module, PackedLayer | FusedLinear) or is_packed_linear(module) or attribute(module, *SIZES) is None:
         return ""

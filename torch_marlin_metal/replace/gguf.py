@@ -1,5 +1,6 @@
 """Reads diffusers' `GGUFLinear`, which stores the blocks of a GGUF file and decodes them at each call."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,8 +37,5 @@ def read_blocks(module: nn.Module) -> PackedWeight:
         packed = in_pieces(decode, read, blocks.shape[0])
     except ImportError as error:
         raise UnreadableError(f"{name} needs the package gguf (pip install gguf)") from error
-    packed.source = f"gguf {name}"
-    tensors = {key: tensor.contiguous() for key, tensor in packed.tensors().items()}
-    for key, tensor in tensors.items():
-        setattr(packed, key, tensor)
-    return packed.validate().to(weight.device)
+    tensors: dict[str, Any] = {key: tensor.contiguous() for key, tensor in packed.tensors().items()}
+    return replace(packed, source=f"gguf {name}", **tensors).validate().to(weight.device)

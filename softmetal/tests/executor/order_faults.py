@@ -172,6 +172,16 @@ CASES = [
         launch={"groups": 4, "group": 32},
     ),
     Case(
+        "atomic counter read plainly while others count",
+        FaultKind.RACE,
+        f"kernel void f(device atomic_uint* n, device uint* y, {INDEX}) {{\n"
+        "  atomic_fetch_add_explicit(n, 1u, memory_order_relaxed);\n"
+        "  y[i] = /**(device uint*)n|atomic_load_explicit(n, memory_order_relaxed)*/;\n}",
+        2,
+        r"race: .*buffer 0",
+        buffers=[np.zeros(1, np.uint32), np.zeros(64, np.uint32)],
+    ),
+    Case(
         "barrier in divergent flow",
         FaultKind.BARRIER,
         f"kernel void f({ARGUMENTS}, {INDEX}) {{\n  if (i < /*40|64*/) {{\n"
@@ -258,6 +268,14 @@ CASES = [
         "  if (lane < 16) v = simd_shuffle(x[i], lane ^ /*16|8*/);\n  y[i] = v;\n}",
         2,
         r"value of lane \d+, which takes no part in this simd operation",
+    ),
+    Case(
+        "shuffle from a lane that a partial simdgroup lacks",
+        FaultKind.INACTIVE_LANE,
+        f"kernel void f({ARGUMENTS}, {INDEX}, {LANE}) {{\n  y[i] = simd_shuffle(x[i], /*ushort(31 - lane)|lane*/);\n}}",
+        1,
+        r"value of lane \d+, which takes no part in this simd operation",
+        launch={"groups": 1, "group": 48},
     ),
     Case(
         "broadcast from a lane that has returned",

@@ -11,13 +11,12 @@ import numpy as np
 import order_faults
 import pytest
 import register_faults
-import seeded_faults
 from fault_case import FIRST_LINE, HEAD, Case
 
 from softmetal import device
 from softmetal.device import Buffer, FaultKind, KernelFault
 
-CASES = [*access_faults.CASES, *order_faults.CASES, *register_faults.CASES, *seeded_faults.CASES]
+CASES = [*access_faults.CASES, *order_faults.CASES, *register_faults.CASES]
 
 
 def run(case: Case, good: bool, seed: int) -> list[device.Fault]:

@@ -15,11 +15,6 @@ HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 FIRST = "kernel void f(device const int* x, device int* y, uint i [[thread_index_in_threadgroup]]) {\n"
 
 
-@pytest.fixture(params=[False, True], ids=["fast", "checked"])
-def checked(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 def run(body: str, checked: bool, **options: Any) -> np.ndarray:
     x, y = np.arange(64, dtype=np.int32), np.zeros(64, np.int32)
     kernel = device.compile(HEAD + FIRST + body + "\n}", checked=checked, file_name="end.metal").kernel("f")

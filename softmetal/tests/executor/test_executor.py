@@ -14,11 +14,6 @@ from softmetal.device import Buffer, FaultKind, KernelFault
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 
 
-@pytest.fixture(params=[False, True], ids=["fast", "checked"])
-def checked(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 def build(source: str, checked: bool = False, **options: Any) -> device.Library:
     return device.compile(HEAD + source, checked=checked, file_name="test.metal", **options)
 

@@ -29,7 +29,6 @@ def addresses(*arrays: np.ndarray) -> np.ndarray:
     return np.array([a.ctypes.data for a in arrays], np.uint64)
 
 
-@pytest.mark.parametrize("checked", [False, True], ids=["fast", "checked"])
 def test_a_table_of_addresses(checked: bool) -> None:
     x, y, z = np.arange(32, dtype=np.float32), np.zeros(32, np.float32), np.zeros(32, np.float32)
     kernel = device.compile(TABLE, checked=checked).kernel("f")

@@ -1,4 +1,4 @@
-// Correct host code, as in an extension. `run_scenario(name)` returns the text of the error, or "" if there is none.
+// Correct host code, as in an extension. `run_scenario(name)` returns "", or the text of an error.
 #include <limits>
 
 #include "host.h"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 
@@ -14,12 +15,15 @@ if shutil.which("clang++-19") is None:
 
 from softmetal import device
 from softmetal.device import CompileError, Library
+from softmetal.msl.compiler import compile_source
+from softmetal.proof.case import to_bfloat
 
 __all__ = [
     "HEADER",
     "INTEGERS",
     "CompileError",
     "Library",
+    "assert_refused",
     "compile_metal",
     "evaluate",
     "from_bfloat",
@@ -77,6 +81,14 @@ def refuse(source: str) -> str:
     return str(error.value)
 
 
+def assert_refused(source: str, message: str, *, kernel: str | None = None) -> None:
+    """Asserts that the compiler refuses a source of one line, and names the line and the reason."""
+    with pytest.raises(CompileError) as error:
+        compile_source(f"{HEADER}{source}\n", file_name="bad.metal", kernel=kernel)
+    assert message in str(error.value)
+    assert re.match(r"bad\.metal:3:(\d+:)? error: ", str(error.value))
+
+
 def run(source: str, *buffers: np.ndarray, threads: int = 1, group: int = 32, kernel: str = "k") -> None:
     """Compiles HEADER and the source, and runs a kernel."""
     compile_metal(source).kernel(kernel).launch(threads=threads, group=min(group, threads), buffers=buffers)
@@ -126,7 +138,8 @@ def evaluate(
         perturb_seed: as for `Kernel.launch`.
 
     Returns:
-        A list for each name. Its entries are, for each width and each element, the element's inputs and results.
+        For each name a list. It has an entry for each width and each element of a vector: the n values of each input,
+        and the n results.
     """
     types = types or [type_name(x.dtype) for x in inputs]
     names = {name: f"k_{name}" for name in expressions}
@@ -143,12 +156,6 @@ def evaluate(
             ([np.roll(x, -j) for x in inputs], values[slot]) for slot, (w, j) in enumerate(SLOTS) if w in widths
         ]
     return results
-
-
-def to_bfloat(x: np.ndarray) -> np.ndarray:
-    """Returns the bits of the bfloat nearest to each float (ties to even)."""
-    bits = x.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def from_bfloat(bits: np.ndarray) -> np.ndarray:

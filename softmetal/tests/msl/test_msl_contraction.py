@@ -66,7 +66,6 @@ kernel void f(device const float4* a [[buffer(0)]], device float4* y [[buffer(1)
 }}"""
 
 
-@pytest.mark.parametrize("checked", [False, True])
 def test_vectors_are_contracted_within_one_expression(checked: bool) -> None:
     x = (1 + np.array([1, 77, 511, 1333]) / 4096).astype(np.float32)
     half = np.array([1.001, 1.5, 7.7, 0.1], np.float16)

@@ -238,20 +238,6 @@ kernel void k(device atomic_float* f [[buffer(0)]], device atomic_uint* u [[buff
     assert seen[100:].tolist() == [4, 1]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "atomic_fetch_and_explicit(f, 1.0f, memory_order_relaxed)",
-        "atomic_fetch_max_explicit(f, 1.0f, memory_order_relaxed)",
-        "atomic_fetch_add_explicit(w, 1ul, memory_order_relaxed)",
-    ],
-)
-def test_atomics_that_metal_does_not_have(call: str) -> None:
-    assert "no matching function" in refuse(
-        f"kernel void k(device atomic_float* f [[buffer(0)]], device atomic_ulong* w [[buffer(1)]]) {{ {call}; }}"
-    )
-
-
 def test_atomic_types() -> None:
     compile_metal(
         'static_assert(sizeof(atomic_bool) == 4 && sizeof(atomic_ulong) == 8, "");'

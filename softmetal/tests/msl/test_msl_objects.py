@@ -40,7 +40,6 @@ template [[host_name("two")]] [[kernel]] decltype(f<float, float, 33>) f<float, 
 """
 
 
-@pytest.mark.parametrize("checked", [False, True])
 def test_objects_convert_to_bfloat_and_move_pointers(checked: bool) -> None:
     y = np.zeros(3, np.uint16)
     buffers = [np.array([1, 1], np.int8), y, np.arange(4, dtype=np.float32)]

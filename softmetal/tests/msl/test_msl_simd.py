@@ -4,7 +4,7 @@ active.
 
 import numpy as np
 import pytest
-from msl_kernels import INTEGERS, compile_metal, refuse, run, type_name
+from msl_kernels import INTEGERS, compile_metal, run, type_name
 
 RNG = np.random.default_rng
 REDUCTIONS = {
@@ -267,35 +267,12 @@ kernel void k(device const packed_float{width}* a [[buffer(0)]], device packed_f
     np.testing.assert_array_equal(out[3], a[np.arange(32) ^ 5])
 
 
-def test_simd_operations_in_divergent_branches_and_loops() -> None:
-    source = """
-kernel void k(device int* out [[buffer(0)]], uint i [[thread_position_in_grid]]) {
-  if (i % 3 == 0) out[i] = simd_sum(int(i)); else out[i] = simd_sum(int(i));
-  for (uint j = 0; j < i % 4; ++j) out[i] += 1000 * simd_sum(1);
-}"""
-    out = np.zeros(32, np.int32)
-    run(source, out, threads=32)
-    lanes = np.arange(32)
-    third = lanes % 3 == 0
-    wanted = np.where(third, lanes[third].sum(), lanes[~third].sum())
-    for j in range(3):
-        wanted += 1000 * (lanes % 4 > j) * (lanes % 4 > j).sum()
-    np.testing.assert_array_equal(out, wanted)
-
-
 def test_a_simdgroup_that_is_not_full() -> None:
     parameters = "device int* out [[buffer(0)]], uint i [[thread_position_in_grid]]"
     source = f"kernel void k({parameters}) {{ out[i] = simd_sum(int(i) + 1); }}"
     out = np.zeros(21, np.int32)
     run(source, out, threads=21, group=21)
     assert (out == 21 * 22 // 2).all()
-
-
-@pytest.mark.parametrize("name", BITWISE)
-def test_bitwise_reductions_of_floats_are_refused(name: str) -> None:
-    assert "no matching function" in refuse(
-        f"kernel void k(device float* a [[buffer(0)]]) {{ a[0] = simd_{name}(a[0]); }}"
-    )
 
 
 def test_a_bfloat_can_be_shuffled_as_its_bits() -> None:

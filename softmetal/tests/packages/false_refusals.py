@@ -3,8 +3,9 @@
 The sources are MLX's headers, PyTorch's headers for Metal and ggml's Metal file, from wheels. `--folder` adds the
 `.metal` files of a checkout, for example of candle's `candle-metal-kernels/src/metal_src`. `--compile` also compiles
 all kernels of these files. Apple's compiler accepts all of these sources, so each refusal is a fault of the device.
-Files that need MetalPerformancePrimitives, the framework for the tensors of Metal 4, are counted separately, because
-this command examines all files without the device's headers for tensors. MLX calls these files "nax".
+
+All files are examined without the device's headers for the tensors of Metal 4. Files that need these headers (MLX calls
+them "nax") are counted separately.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,9 +11,9 @@ from msl_kernels import HEADER, Library
 
 from softmetal import device
 from softmetal.apple import wheels
+from softmetal.proof.case import numbered
 
 KERNELS = "mlx/backend/metal/kernels"
-UNUSED = np.zeros(4, np.int64)  # for an argument that the kernel does not read in this case
 
 
 @functools.cache
@@ -25,25 +25,20 @@ def _include() -> str:
 
 
 @functools.cache
-def _compiled(
-    headers: tuple[str, ...], instances: tuple[str, ...], constants: tuple[tuple[str, object], ...]
-) -> Library:
+def _compiled(headers: tuple[str, ...], instances: tuple[str, ...]) -> Library:
     lines = [f'#include "{KERNELS}/{h}"' for h in ("utils.h", *headers)]
     lines += [f'template [[host_name("{i}")]] [[kernel]] decltype({i}) {i};' for i in instances]
-    return device.compile(HEADER + "\n".join(lines), constants=dict(constants), include_paths=[_include()])
+    return device.compile(HEADER + "\n".join(lines), include_paths=[_include()])
 
 
-def mlx(headers: Sequence[str], instances: Sequence[str], constants: Mapping[str, object] | None = None) -> Library:
+def mlx(headers: Sequence[str], instances: Sequence[str]) -> Library:
     """Compiles MLX headers. Each instance, for example "arange<float>", becomes a kernel of that name."""
-    return _compiled(tuple(headers), tuple(instances), tuple((constants or {}).items()))
+    return _compiled(tuple(headers), tuple(instances))
 
 
 def launch(library: Library, kernel: str, *buffers: object, **launch: object) -> None:
     """Launches a kernel. Numbers are passed as constants: an int as int32, a float as float32."""
-    kinds = {int: np.int32, float: np.float32}
-    bound = [kinds[type(b)](b).tobytes() if type(b) in kinds else b for b in buffers]
-    bound = [b.tobytes() if isinstance(b, np.generic) else b for b in bound]
-    library.kernel(kernel).launch(buffers=bound, **launch)
+    library.kernel(kernel).launch(buffers=[numbered(b) for b in buffers], **launch)
 
 
 def assert_within(got: np.ndarray, wanted: np.ndarray, bound: np.ndarray | float) -> None:

@@ -1,5 +1,5 @@
 // Helpers of the seeds in host code: kernels, buffers, and functions that encode and wait. `add_seeds` registers the
-// seeds of a file. A seed computes numbers, without its fault if `good` is true, and otherwise with it.
+// seeds of a file. A seed is a function that computes numbers. Its argument `good` selects the code without the fault.
 #pragma once
 
 #include "../host/host.h"

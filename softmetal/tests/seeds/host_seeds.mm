@@ -1,7 +1,5 @@
-// Seeds: pieces of host code with one fault each, and the corresponding correct code. `run_seed(name, good)` returns
-// the numbers that the code computed. For an error, it returns "! " and the error's text. A seed's name begins with its
-// class of fault. This file has the faults of bindings, parameters, grids and libraries; host_seeds_of_order.mm has the
-// others.
+// Seeds of host code with wrong bindings, parameters, grids or libraries. `run_seed(name, good)` returns the numbers
+// that the code computed, or "! " and the text of an error. A seed's name begins with its class of fault.
 #include "host_seeds.h"
 
 namespace host {

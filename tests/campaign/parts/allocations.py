@@ -48,11 +48,8 @@ def shim() -> Path:
 def product(rng: random.Random, work: Path) -> Callable[[], Any]:
     del work
     name = rng.choice(reference.ANY_FORMAT)
-    group = tmm.WEIGHT_FORMATS[name].fixed_group_size or 64
-    weight = reference.make_weight(name, 512, rng.choice((40, 256)), group, seed=rng.randrange(99))
-    a = torch.randn(rng.choice((1, 3, 40)), 512, generator=torch.Generator().manual_seed(1)).to(
-        rng.choice(reference.DTYPES)
-    )
+    weight = reference.make_weight(name, 512, rng.choice((40, 256)), 64, seed=rng.randrange(99))
+    a = reference.random(rng.choice((1, 3, 40)), 512, dtype=rng.choice(reference.DTYPES))
     if rng.random() < 0.3:
         return lambda: OPS.dequantize(weight.b_packed, weight.scales, **weight.arguments)
     return lambda: OPS.gemm(a, weight.b_packed, weight.scales, **weight.arguments)
@@ -61,11 +58,10 @@ def product(rng: random.Random, work: Path) -> Callable[[], Any]:
 def experts(rng: random.Random, work: Path) -> Callable[[], Any]:
     del work
     name = rng.choice(reference.ANY_FORMAT)
-    group = tmm.WEIGHT_FORMATS[name].fixed_group_size or 64
     options = {"global_scale_shape": (-1,)} if name == "nvfp4" else {}
-    stack = make_experts(name, 4, 256, rng.choice((40, 256)), group, use_perm=rng.random() < 0.3, **options)
+    stack = make_experts(name, 4, 256, rng.choice((40, 256)), 64, use_perm=rng.random() < 0.3, **options)
     ids = torch.tensor([[rng.randrange(-1, 4), rng.randrange(4)] for _ in range(rng.choice((1, 3, 40)))])
-    a = torch.randn(len(ids), 256, generator=torch.Generator().manual_seed(1)).to(rng.choice(reference.DTYPES))
+    a = reference.random(len(ids), 256, dtype=rng.choice(reference.DTYPES))
     factors = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) if rng.random() < 0.5 else None
     return lambda: OPS.moe_gemm(
         a, stack.b_packed, stack.scales, ids, **stack.arguments, row_weights=factors, reduce=factors is not None
@@ -74,7 +70,7 @@ def experts(rng: random.Random, work: Path) -> Callable[[], Any]:
 
 def quantization(rng: random.Random, work: Path) -> Callable[[], Any]:
     del work
-    w = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
+    w = reference.random(64, 128)
     name, method = rng.choice(reference.ANY_FORMAT), rng.choice(("rtn", "mse"))
     return lambda: tmm.quantize_weight(w, name, None, method).dequantize()
 

@@ -22,7 +22,7 @@ def case(rng: random.Random, work: Path) -> str:
     M = rng.choice((0, 1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64))
     dtype = rng.choice(reference.DTYPES)
     scales_dtype = rng.choice(reference.DTYPES)
-    group_size = tmm.WEIGHT_FORMATS[name].fixed_group_size or rng.choice((*reference.GROUP_SIZES, K))
+    group_size = reference.FIXED_GROUP_SIZES.get(name) or rng.choice((*reference.GROUP_SIZES, K))
     wide = name in ("mxfp4", "mxfp8") or (name not in ("nvfp4",) and scales_dtype != torch.float16)
     options = {"scales_dtype": scales_dtype, "seed": rng.randrange(1 << 30)}
     if name == "nvfp4" and rng.random() < 0.5:

@@ -11,6 +11,7 @@ from allpairspy import AllPairs
 
 from tests.support import reference
 from tests.support.kernels.problems import Problem
+from tests.support.reference import FIXED_GROUP_SIZES
 from tests.support.samples import covering
 
 FORMATS = reference.FORMATS
@@ -18,7 +19,6 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32]
 # The dtypes and formats that the kernels for tensor units support.
 TENSOR_FORMATS = [name for name in FORMATS if name != "lut4"]
 TENSOR_FLOATS = [torch.float16, torch.bfloat16]
-FIXED_GROUP_SIZES = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 
 # The axes that all kernels share. The tests of one kernel add M, N, K and launch options.
 COMMON: dict[str, Sequence[Any]] = {

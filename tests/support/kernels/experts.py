@@ -20,6 +20,7 @@ from tests.support.kernels.launch import (
     place,
     place_output,
 )
+from tests.support.kernels.problems import weight_buffers
 from tests.support.kernels.tensor import check_tensor_reads
 
 PAIR_KERNELS = (
@@ -63,21 +64,23 @@ def most_blocks(pairs: int, experts: int, block_rows: int) -> int:
     return -(-pairs // block_rows) + min(pairs, experts + 1)
 
 
-def id_fields(ids: torch.Tensor) -> dict[str, int]:
-    return {"id_bytes": ids.element_size()}
-
-
 def run_sort(ids: torch.Tensor, experts: int, block_rows: int) -> Guarded:
     """Returns moe_sort's table: three words for each block, then the pairs."""
     pairs, blocks = ids.numel(), most_blocks(ids.numel(), experts, block_rows)
     table = place_output((blocks * number("kMoeBlockWords") + pairs,), torch.int32)
-    fields = {"experts": experts, "top_k": ids.shape[1], "block_rows": block_rows, "blocks": blocks, **id_fields(ids)}
+    fields = {"experts": experts, "top_k": ids.shape[1], "id_bytes": ids.element_size()}
     launch(
         "moe_sort",
         {
             "ExpertIds": place(ids.reshape(-1)),
             "Blocks": table,
-            "Params": parameters("MoeParams", product=parameters("GemmParams", M=pairs), **fields),
+            "Params": parameters(
+                "MoeParams",
+                product=parameters("GemmParams", M=pairs),
+                block_rows=block_rows,
+                blocks=blocks,
+                **fields,
+            ),
         },
         group=(number("kMoeSortThreads"), 1, 1),
         groups=(1, 1, 1),
@@ -167,7 +170,7 @@ def run_experts(
         gate=parameters(
             "MoeGate", activation=ACTIVATIONS.index(p.activation), interleaved=p.interleaved, limit=LIMIT, alpha=ALPHA
         ),
-        **id_fields(p.ids),
+        id_bytes=p.ids.element_size(),
     )
     biased = {name: constants.pop(name) for name in ("has_bias", "bias_type") if name in constants}
     strips = -(-N // columns)
@@ -203,34 +206,13 @@ def run_experts(
 
 def _tensors(p: Mixture) -> tuple[dict, dict]:
     """Returns the buffers (by slot) and function constants of all tensors except ids and results."""
-    held = p.experts.arguments
-    buffers = {"A": place(p.a.reshape(-1)), "Packed": place(p.experts.b_packed), "Scales": place(p.experts.scales)}
-    constants: dict[str, int | bool] = {
-        "scales_type": element_type(p.experts.scales.dtype),
-        "block_scales": p.experts.scales.shape[-1] < p.sizes["N"],
-    }
-    if "zeros" in held:
-        buffers["Zeros"] = place(held["zeros"])
-        constants["zeros_type"] = element_type(held["zeros"].dtype)
-    for slot, name in (("SuperScales", "super_scales"), ("SuperZeros", "super_zeros")):
-        if name in held:
-            buffers[slot] = place(held[name])
-            constants["super_type"] = element_type(held[name].dtype)
-    if "b_high" in held:
-        buffers["High"] = place(held["b_high"])
-    if "global_scale" in held:
-        buffers["GlobalScale"] = place(held["global_scale"].reshape(-1))
-        constants |= {"has_global_scale": True, "global_scale_per_column": held["global_scale"].numel() > p.sizes["E"]}
-    if "lut" in held:
-        buffers["Lut"] = place(held["lut"])
-    if "perm" in held:
-        buffers["Perm"] = place(held["perm"])
-        constants["has_perm"] = True
+    buffers, constants = weight_buffers(p.experts, p.sizes["N"], experts=p.sizes["E"])
+    buffers["A"] = place(p.a.reshape(-1))
     if p.bias is not None:
         buffers["Bias"] = place(p.bias)
         constants |= {"has_bias": True, "bias_type": element_type(p.bias.dtype)}
     constants["vector_columns"] = p.sizes["N"] % 4 == 0
-    constants["vector_activations"] = "perm" not in held and p.sizes["K"] % 4 == 0
+    constants["vector_activations"] = "Perm" not in buffers and p.sizes["K"] % 4 == 0
     return buffers, constants
 
 
@@ -242,7 +224,8 @@ def _reduce(p: Mixture, buffers: dict, biased: dict, partials: Guarded, out: Gua
     if p.row_weights is not None:
         used["RowWeights"] = place(p.row_weights.reshape(-1))
     fields = {"rows": p.sizes["pairs"] // terms, "N": p.sizes["N"], "terms": terms, "experts": p.sizes["E"]}
-    used["Params"] = parameters("MoeReduceParams", row_weights_type=p.weights_type, **fields, **id_fields(p.ids))
+    fields |= {"row_weights_type": p.weights_type, "id_bytes": p.ids.element_size()}
+    used["Params"] = parameters("MoeReduceParams", **fields)
     launch_elementwise(
         "moe_reduce", p.sizes["N"], fields["rows"], used, element=ELEMENT_NAMES[p.a.dtype], constants=biased
     )

@@ -6,7 +6,7 @@ import torch
 
 from tests.support import reference
 from tests.support.kernels.launch import Counters, facts, number
-from tests.support.kernels.problems import Problem, run_product, sliced
+from tests.support.kernels.problems import Problem, check_reads, run_product, sliced
 
 
 def run_fused(
@@ -16,6 +16,7 @@ def run_fused(
     simdgroups: int,
     splits: int = 1,
     subnormal_codes: bool = True,
+    counted: bool = True,
     **options: Any,
 ) -> torch.Tensor:
     step, columns = number("kFusedK"), number("kFusedColumns")
@@ -34,9 +35,7 @@ def run_fused(
         "ragged_k": problem.K % step != 0,
         "ragged_n": problem.N % columns != 0,
     }
-    counted = options.pop("counted", True)
-    shares = sliced(problem, splits)
-    result, counters = run_product("gemm_fused", problem, k_per_slice, constants, options, shares)
+    result, counters = run_product("gemm_fused", problem, k_per_slice, constants, options, sliced(problem, splits))
     if counted:
         check_fused_work(problem, rows, k_per_slice, counters)
     return result
@@ -52,13 +51,8 @@ def check_fused_work(problem: Problem, rows: int, k_per_slice: int, counters: Co
     spans = [min(k_per_slice, problem.K - k) for k in range(0, problem.K, k_per_slice)]
     steps = row_blocks * strips * sum(-(-span // step) for span in spans)
     assert counters.mmas == steps * rows * columns * step // 512, "8x8x8 products"
-    if counters.buffers is None:
-        return
-    read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
     words = row_blocks * reference.word_bytes(problem.weight_format, problem.K, problem.N)
     activations = row_blocks * strips * rows * problem.K
-    assert read.get(number("kSlotPacked"), 0) == words, "bytes of packed words read"
     # for each word of codes, a lane also loads the word of the second plane that holds the upper bits
-    has_high_plane = problem.weight_format in reference.PLANES
-    assert read.get(number("kSlotHigh"), 0) == words * has_high_plane, "bytes of the second plane read"
-    assert read.get(number("kSlotA"), 0) == activations * problem.dtype.itemsize, "bytes of activations read"
+    high = words if problem.weight_format in reference.PLANES else 0
+    check_reads(counters, words, high, activations * problem.dtype.itemsize)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support import mlstm_reference
+from tests.support import mlstm_cases, mlstm_reference
 from tests.support.kernels.launch import (
     ELEMENT_NAMES,
     Counters,
@@ -25,28 +25,8 @@ from tests.support.kernels.launch import (
 EPS = 1e-6
 
 
-@dataclass(frozen=True)
-class Gates:
-    """Gates before activation: f or i plus spread * N(0, 1). `well` states that the denominator is well-conditioned."""
-
-    f: float
-    i: float
-    spread: float
-    well: bool = True
-
-
-REGIMES = {
-    "plain": Gates(0, 0, 1),
-    "remembering": Gates(3, 0, 1),
-    "small": Gates(5, -10, 1),
-    "forgetting": Gates(-8, 0, 3),
-    "strong": Gates(-120, 0, 1),
-    "kept": Gates(50, 0, 1),
-    "tiny": Gates(3, -20, 1),
-    "large": Gates(0, 8, 3, well=False),
-    "huge": Gates(3, 20, 1, well=False),
-    "nothing": Gates(0, -1e4, 0),
-}
+NAMES = ("plain", "remembering", "small", "forgetting", "strong", "kept", "tiny", "nothing", "large", "huge")
+REGIMES = dict(zip(NAMES, mlstm_cases.REGIMES, strict=True))
 
 
 @dataclass(frozen=True)
@@ -255,11 +235,12 @@ def check_close(p: Sequence, got: Run, exact: mlstm_reference.Result) -> None:
     """Checks numerator, states, h, denominator and stabilizers of fp32 kernels, and only h of 16-bit kernels."""
     h, N, M = (got.read(name) for name in ("H", "OutN", "OutM"))
     # If m0 is 20 or more, the floor of the denominator is so small that the denominator is ill-conditioned.
-    well = REGIMES[p.regime].well and (p.m0 or 0.0) < 20
+    well = not REGIMES[p.regime].ill_conditioned and (p.m0 or 0.0) < 20
     if p.dtype is torch.float32:
         finite = exact.N < 1e30  # for larger N, h is subnormal
         assert np.isinf(N[exact.N > 3.5e38]).all(), "N beyond the range of fp32"
-        numerator, exact_numerator = (x.h[finite] * (x.N[finite] + EPS)[:, None] for x in (_Output(h, N), exact))
+        pairs = ((h, N), (exact.h, exact.N))
+        numerator, exact_numerator = (h[finite] * (N[finite] + EPS)[:, None] for h, N in pairs)
         assert _relative(numerator, exact_numerator) < 5e-5, "numerator"
         assert (np.abs(N - exact.N)[finite] <= (2e-4 if well else 1e-2) * exact.N[finite]).all(), "N"
     tolerance = {torch.float32: 2e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}[p.dtype]
@@ -269,8 +250,8 @@ def check_close(p: Sequence, got: Run, exact: mlstm_reference.Result) -> None:
 
 
 def check_states(p: Sequence, got: Run, exact: mlstm_reference.Result, last: Any) -> None:
-    for name, state, tolerance in (("C", exact.C, 1e-5), ("N", exact.n, 1e-5)):
-        assert _relative(got.read(f"Final{name}"), state[last]) < tolerance, f"final {name}"
+    for name, state in (("C", exact.C), ("N", exact.n)):
+        assert _relative(got.read(f"Final{name}"), state[last]) < 1e-5, f"final {name}"
     assert _stabilisers_close(got.read("FinalM"), exact.m[last]), "final m"
 
 
@@ -279,9 +260,3 @@ def _stabilisers_close(got: np.ndarray, exact: np.ndarray) -> bool:
     # token is rounded twice: the m before a chunk is stored as fp32, and the sum that contains it is rounded again. The
     # total error can therefore exceed 2e-5.
     return bool((np.abs(got - exact) <= np.maximum(2e-5, np.spacing(np.abs(exact).astype(np.float32)))).all())
-
-
-@dataclass
-class _Output:
-    h: np.ndarray
-    N: np.ndarray

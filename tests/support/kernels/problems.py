@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tests.support import reference
+from tests.support.experts import Experts
 from tests.support.kernels.launch import (
     ELEMENT_NAMES,
     Counters,
@@ -84,32 +85,28 @@ def make_inputs(problem: Problem) -> Inputs:
     return Inputs(torch.from_numpy(a).to(p.dtype), weight, bias, perm)
 
 
-def _weight_buffers(problem: Problem, inputs: Inputs) -> tuple[dict, dict]:
-    """Returns the buffers (by slot) and function constants of the packed weight."""
-    weight, arguments = inputs.weight, inputs.weight.arguments
+# Slots of tensors that only some weights have, by the name of the operators' argument.
+SLOTS = {"zeros": "Zeros", "super_scales": "SuperScales", "super_zeros": "SuperZeros", "b_high": "High", "lut": "Lut"}
+SLOTS |= {"global_scale": "GlobalScale", "perm": "Perm"}
+
+
+def weight_buffers(
+    weight: reference.Weight | Experts, N: int, perm: torch.Tensor | None = None, experts: int = 1
+) -> tuple[dict, dict]:
+    """Returns the buffers (by slot) and function constants of a packed weight, or of the weights of several experts."""
+    held = weight.arguments | ({} if perm is None else {"perm": perm})
     buffers = {"Packed": place(weight.b_packed), "Scales": place(weight.scales)}
-    constants = {"scales_type": element_type(weight.scales.dtype), "block_scales": problem.block_scales}
-    if "zeros" in arguments:
-        buffers["Zeros"] = place(arguments["zeros"])
-        constants["zeros_type"] = element_type(arguments["zeros"].dtype)
-    for slot, name in (("SuperScales", "super_scales"), ("SuperZeros", "super_zeros")):
-        if name in arguments:
-            buffers[slot] = place(arguments[name])
-            constants["super_type"] = element_type(arguments[name].dtype)
-    if "b_high" in arguments:
-        buffers["High"] = place(arguments["b_high"])
-    if "global_scale" in arguments:
-        buffers["GlobalScale"] = place(arguments["global_scale"].reshape(-1))
-        constants |= {
-            "has_global_scale": True,
-            "global_scale_per_column": problem.N > 1 and arguments["global_scale"].numel() == problem.N,
-        }
-    if "lut" in arguments:
-        buffers["Lut"] = place(arguments["lut"])
-    if inputs.perm is not None:
-        buffers["Perm"] = place(torch.from_numpy(inputs.perm))
-        constants["has_perm"] = True
-    return buffers, constants
+    buffers |= {slot: place(held[name]) for name, slot in SLOTS.items() if name in held}
+    constants = {"scales_type": element_type(weight.scales.dtype), "block_scales": weight.scales.shape[-1] < N}
+    for constant, name in (("zeros_type", "zeros"), ("super_type", "super_scales")):
+        constants |= {constant: element_type(held[name].dtype)} if name in held else {}
+    if "global_scale" in held:
+        constants |= {"has_global_scale": True, "global_scale_per_column": held["global_scale"].numel() > experts}
+    return buffers, constants | ({"has_perm": True} if "perm" in held else {})
+
+
+def _weight_buffers(problem: Problem, inputs: Inputs) -> tuple[dict, dict]:
+    return weight_buffers(inputs.weight, problem.N, None if inputs.perm is None else torch.from_numpy(inputs.perm))
 
 
 def _product_buffers(problem: Problem, inputs: Inputs) -> tuple[dict, dict]:
@@ -187,18 +184,21 @@ def check_gemv_work(problem: Problem, rows: int, subnormal_codes: bool, counters
     A kernel that needs the sum of the activations over k reads each activation once more. So does a kernel that
     searches for activations that are too small for subnormal codes.
     """
-    if counters.buffers is None:
-        return
     row_blocks, strips = -(-problem.M // rows), -(-problem.N // number("kGemvColumns"))
     looks = subnormal_codes and problem.dtype is not torch.float16 and problem.weight_format != "lut4"
     sums = strips * ((problem.weight_format.startswith("uint")) + looks)
-    read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
     words = row_blocks * reference.word_bytes(problem.weight_format, problem.K, problem.N)
     activations = row_blocks * rows * problem.K * (32 * strips + sums)
-    assert read.get(number("kSlotPacked"), 0) == words, "bytes of packed words read"
     steps = -(-problem.K // number("kGemvK")) if problem.weight_format in reference.PLANES else 0
-    assert read.get(number("kSlotHigh"), 0) == row_blocks * steps * 4 * problem.N, "bytes of the second plane read"
-    assert read.get(number("kSlotA"), 0) == activations * problem.dtype.itemsize, "bytes of activations read"
+    check_reads(counters, words, row_blocks * steps * 4 * problem.N, activations * problem.dtype.itemsize)
+
+
+def check_reads(counters: Counters, words: int, high: int, activations: int) -> None:
+    """Compares the bytes of packed words, of the second plane and of the activations that a kernel read."""
+    if counters.buffers is not None:  # only checked mode counts them
+        for slot, expected in (("Packed", words), ("High", high), ("A", activations)):
+            read = counters.buffers.get(number(f"kSlot{slot}"), {"bytes_read": 0})["bytes_read"]
+            assert read == expected, f"{slot}: {read} bytes read, expected {expected}"
 
 
 def run_gemv(
@@ -208,13 +208,13 @@ def run_gemv(
     simdgroups: int,
     splits: int = 1,
     subnormal_codes: bool = True,
+    counted: bool = True,
     **options: Any,
 ) -> torch.Tensor:
     """Runs a product.
 
-    `options` are passed to `launch`, with three exceptions. `inputs` and `activations` (buffer, row stride) replace the
-    problem's inputs and activations. `counted=False` skips the check of the reads, for a kernel that reads less than
-    all of K.
+    `counted=False` skips the check of the reads, for a kernel that reads less than all of K. Two of the options replace
+    parts of the problem: `inputs` and `activations` (buffer, row stride). The other options are passed to `launch`.
     """
     step = number("kGemvK")
     k_per_slice = -(-problem.K // (step * simdgroups * splits)) * step
@@ -230,9 +230,7 @@ def run_gemv(
         "ragged_k": problem.K % step != 0,
         "ragged_n": problem.N % number("kGemvColumns") != 0,
     }
-    counted = options.pop("counted", True)
-    shares = sliced(problem, splits)
-    result, counters = run_product("gemv", problem, k_per_slice, constants, options, shares)
+    result, counters = run_product("gemv", problem, k_per_slice, constants, options, sliced(problem, splits))
     if counted:
         check_gemv_work(problem, rows, subnormal_codes, counters)
     return result

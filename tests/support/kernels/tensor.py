@@ -6,7 +6,7 @@ import torch
 
 from tests.support import reference
 from tests.support.kernels.launch import Counters, facts, number
-from tests.support.kernels.problems import Problem, run_product, sliced
+from tests.support.kernels.problems import Problem, check_reads, run_product, sliced
 
 TILES = [name for name in facts()["tensor_tiles"] if name != "end"]
 
@@ -29,23 +29,18 @@ def _launch(problem: Problem, tile: str, splits: int, options: dict[str, Any]) -
     return run_product("gemm_tensor", problem, k_per_slice, constants, options, sliced(problem, splits))
 
 
-def run_tensor(problem: Problem, *, tile: str, splits: int = 1, **options: Any) -> torch.Tensor:
+def run_tensor(problem: Problem, *, tile: str, splits: int = 1, counted: bool = True, **options: Any) -> torch.Tensor:
     """Runs a product. `tile` is a name such as "64x128x32"; `run_gemv` describes the other options."""
-    counted = options.pop("counted", True)
     result, counters = _launch(problem, tile, splits, options)
     if counted:
-        check_tensor_work(problem, counters)
+        p, row_blocks = problem, -(-problem.M // number("kTensorRows"))
+        check_tensor_reads(p.weight_format, p.K, p.N, p.group_size, p.dtype, row_blocks, counters)
     return result
 
 
 def count_tensor(problem: Problem, tile: str) -> Counters:
     """Runs a product in checked mode and returns its counters."""
     return _launch(problem, tile, 1, {"checked": True})[1]
-
-
-def check_tensor_work(problem: Problem, counters: Counters) -> None:
-    p, row_blocks = problem, -(-problem.M // number("kTensorRows"))
-    check_tensor_reads(p.weight_format, p.K, p.N, p.group_size, p.dtype, row_blocks, counters)
 
 
 def check_tensor_reads(
@@ -57,14 +52,9 @@ def check_tensor_reads(
     4-bit codes. `row_blocks` is the number of blocks of 32 rows.
     """
     assert counters.threadgroup_barriers == 0
-    if counters.buffers is None:
-        return
     strips = -(-N // number("kTensorColumns"))
     reads_halves = group_size == 16 < K and weight_format != "nvfp4" and weight_format not in reference.EIGHT_BITS
-    read = {slot: counts["bytes_read"] for slot, counts in counters.buffers.items()}
     words = row_blocks * reference.word_bytes(weight_format, K, N) * (2 if reads_halves else 1)
     activations = row_blocks * number("kTensorRows") * K * strips
-    assert read.get(number("kSlotPacked"), 0) == words, "bytes of packed words read"
-    has_high_plane = weight_format in reference.PLANES  # one word of upper bits for each word
-    assert read.get(number("kSlotHigh"), 0) == words * has_high_plane, "bytes of the second plane read"
-    assert read.get(number("kSlotA"), 0) == activations * dtype.itemsize, "bytes of activations read"
+    high = words if weight_format in reference.PLANES else 0  # one word of upper bits for each word
+    check_reads(counters, words, high, activations * dtype.itemsize)

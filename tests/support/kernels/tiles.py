@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.support.kernels.launch import ELEMENT_NAMES, Counters, facts
@@ -54,13 +55,12 @@ class Tile:
         assert counters.threadgroup_barriers == barriers, "threadgroup barriers"
 
 
-def run_staged(kernel: str, problem: Problem, *, slices: int = 1, **options: Any) -> torch.Tensor:
+def run_staged(kernel: str, problem: Problem, *, slices: int = 1, counted: bool = True, **options: Any) -> torch.Tensor:
     tile = Tile.of(kernel)
     k_per_slice = -(-tile.steps(problem.K) // slices) * tile.K
     slices = -(-problem.K // k_per_slice)
     tiles = (-(-problem.N // tile.N), -(-problem.M // tile.M))
     options = tile.options(problem, (*tiles, slices)) | options
-    counted = options.pop("counted", True)
     result, counters = run_product(kernel, problem, k_per_slice, {}, options, sliced(problem, slices))
     if counted:
         spans = [[min(k_per_slice, problem.K - k)] for k in range(0, problem.K, k_per_slice)]
@@ -68,22 +68,15 @@ def run_staged(kernel: str, problem: Problem, *, slices: int = 1, **options: Any
     return result
 
 
-def stripes_of(units: int, stripes: int) -> list[range]:
-    """Returns the units of each stripe. If the units do not divide evenly, the first stripes have one unit more."""
-    sizes = [0] * stripes
-    for i in range(units):
-        sizes[i % stripes] += 1
-    starts = [sum(sizes[:s]) for s in range(stripes)]
-    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-
-
-def run_striped(kernel: str, problem: Problem, *, k_per_slice: int, stripes: int, **options: Any) -> torch.Tensor:
+def run_striped(
+    kernel: str, problem: Problem, *, k_per_slice: int, stripes: int, counted: bool = True, **options: Any
+) -> torch.Tensor:
     tile = Tile.of(kernel)
     slices = max(problem.K // k_per_slice, 1)
     tiles = -(-problem.M // tile.M) * -(-problem.N // tile.N)
     lengths = [k_per_slice] * (slices - 1) + [problem.K - k_per_slice * (slices - 1)]
     spans = []
-    for stripe in stripes_of(tiles * slices, stripes):
+    for stripe in np.array_split(range(tiles * slices), stripes):  # the first stripes may have one unit more
         taken: dict[int, int] = {}
         for unit in stripe:
             taken[unit // slices] = taken.get(unit // slices, 0) + lengths[unit % slices]
@@ -97,7 +90,6 @@ def run_striped(kernel: str, problem: Problem, *, k_per_slice: int, stripes: int
         are_some=bool(whole),
     )  # fmt: skip
     options = tile.options(problem, (stripes, 1, 1)) | options
-    counted = options.pop("counted", True)
     result, counters = run_product(kernel, problem, k_per_slice, {}, options, shares if shared else None)
     if counted:
         tile.check_work(spans, counters)

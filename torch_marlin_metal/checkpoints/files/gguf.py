@@ -77,6 +77,11 @@ class GgufTensor:
     nbytes: int
 
     @property
+    def where(self) -> str:
+        """Returns the tensor's file and name for error messages."""
+        return f"{self.file}: tensor {self.name!r}"
+
+    @property
     def is_plain(self) -> bool:
         """Returns True if the tensor holds plain numbers, False if it holds blocks of codes."""
         return self.type_name in ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")

@@ -36,7 +36,7 @@ class ReadAhead:
         self._batches = list(_batches(groups))
         self._batch_of = {number: index for index, batch in enumerate(self._batches) for number in batch}
         self._started: list[Future[Batch]] = []
-        self._waiting = 0  # bytes of the groups in started batches that were not taken yet
+        self._waiting = 0  # bytes of the groups that were started but not taken
         self._taken: set[int] = set()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=THREAD_NAME)
         self._start_more()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torch_marlin_metal.checkpoints.checkpoint import DTYPE_NAMES
 from torch_marlin_metal.checkpoints.errors import CheckpointError
+from torch_marlin_metal.checkpoints.files.safetensors import FLOAT8
 
 HEADER_BYTES = 1 << 18
 # Bytes of one write call. For larger calls, Linux uses huge pages in its page cache, and a virtual machine may have to
@@ -28,7 +29,7 @@ HEADER_BYTES = 1 << 18
 WRITE_BYTES = 1 << 17
 BATCH_BYTES = 1 << 18  # small tensors are queued in batches, because queueing one costs more than writing it
 MAX_PENDING_BYTES = 1 << 25  # bytes that may wait in the queue while the next layer is converted
-FLOAT8_NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+FLOAT8_NAMES = {dtype: name for name, dtype in FLOAT8.items()}
 ENTRY_BYTES = 160  # upper bound for the bytes of a header entry, without the name and the digits of the shape
 
 
@@ -42,6 +43,9 @@ class ShardWriter:
     Args:
         directory: the directory of the shards.
         name: the shard's final name.
+
+    Attributes:
+        size: the bytes of the tensors added so far.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -49,7 +53,7 @@ class ShardWriter:
         self.names: list[str] = []
         self._partial = directory / f".{name}.tmp"
         self._entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        self._size = 0
+        self.size = 0
         self._header_size = 64
         try:
             # Unbuffered: closing a buffered stream would repeat a failed write.
@@ -62,11 +66,6 @@ class ShardWriter:
         self._pending_bytes = 0
         self._batch: list[Tensor] = []
         self._batch_bytes = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes of tensors written so far."""
-        return self._size
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -93,14 +92,14 @@ class ShardWriter:
         shape = list(held.shape)
         if dtype == "F4":
             shape[-1] *= 2
-        self._entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [self._size, self._size + nbytes]}
+        self._entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [self.size, self.size + nbytes]}
         self._header_size += _entry_bytes(name)
         if self._batch_bytes + nbytes > BATCH_BYTES:
             self._submit()
         if nbytes:
             self._batch.append(held)
             self._batch_bytes += nbytes
-        self._size += nbytes
+        self.size += nbytes
         self.names.append(name)
 
     def finish(self) -> None:
@@ -139,7 +138,6 @@ class ShardWriter:
             data = data[self._stream.write(data[:WRITE_BYTES]) or 0 :]
 
     def _wait(self) -> None:
-        """Waits until the oldest batch is written."""
         nbytes, written = self._pending.popleft()
         self._pending_bytes -= nbytes
         with self._discarded_on_failure():
@@ -147,7 +145,6 @@ class ShardWriter:
 
     @contextmanager
     def _discarded_on_failure(self) -> Iterator[None]:
-        """Removes the unfinished file and raises a CheckpointError if the disk or the memory is full."""
         try:
             yield
         except (OSError, MemoryError) as error:

@@ -186,7 +186,7 @@ FORMAT = DirectoryFormat(
     ),
     anchors={".qweight": "qweight"},
     roles=endings("scales", "bias") | {"qzeros": (".qzeros", ".scaled_zeros")},  # GPTQModel writes scaled_zeros
-    fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "bias": "bias"},
+    fields={"b_packed": "qweight", "zeros": "qzeros"},
     check=_check,
     read=_read,
     implied=_implied,

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.eight_bits import read_bytes
 from torch_marlin_metal.checkpoints.files.safetensors import parse_json
 from torch_marlin_metal.checkpoints.float_rows import FloatRows
@@ -28,10 +27,6 @@ MAX_STATE = 65536
 MAX_OFFSET = 2.0**100
 WEIGHT_ORDER = ".weight_format"  # of LLM.int8; 0 means row by row
 INT8_LARGEST = 127.0
-
-
-def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Accepts every checkpoint, because a 4-bit layer stores its own settings and an 8-bit layer needs none."""
 
 
 def _state(layer: Layer) -> Settings:
@@ -115,9 +110,7 @@ def _absmax(layer: Layer, state: Settings, blocks: int) -> Tensor:
         raise layer.error("quant_state", f"expected nested_blocksize and nested_offset, got {size} and {offset!r}")
     layer.expect("nested_absmax", ("F32",), -(-blocks // size))
     codes, scales = layer.read("absmax").long(), layer.read("nested_absmax").repeat_interleave(size)[:blocks]
-    return layer.read("nested_quant_map")[codes] * scales + torch.tensor(
-        float(offset), dtype=torch.float32, device="cpu"
-    )
+    return layer.read("nested_quant_map")[codes] * scales + float(offset)
 
 
 FORMAT = DirectoryFormat(
@@ -139,8 +132,7 @@ FORMAT = DirectoryFormat(
     },
     roles={role: (f".weight.{role}",) for role in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")}
     | {"weight": (".weight",), "bias": (".bias",)},
-    fields={"b_packed": "weight", "scales": "absmax", "lut": "quant_map", "bias": "bias"},
-    check=_check,
+    fields={"b_packed": "weight", "scales": "absmax", "lut": "quant_map"},
     read=_read,
     extras=(WEIGHT_ORDER,),
     scaled={".SCB": "SCB"},

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from torch_marlin_metal.checkpoints import block_scales
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.eight_bits import EXPONENTS, read_bytes
 from torch_marlin_metal.checkpoints.files.safetensors import parse_json
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
-from torch_marlin_metal.checkpoints.grouped import as_words
+from torch_marlin_metal.checkpoints.grouped import as_words, swap_nibbles
 from torch_marlin_metal.checkpoints.layer_tensors import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import (
@@ -35,10 +34,6 @@ KINDS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "int8_blockwise", NV
 # Settings that a layer may have beside its kind. Any other, such as a rotation, could change the meaning of the codes.
 KNOWN = ("format", "group_size", "full_precision_matrix_mult", "orig_dtype", "orig_shape", "per_row")
 MAX_TEXT = 65536
-
-
-def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Accepts every checkpoint, because `_read` checks each layer."""
 
 
 def _stated(layer: Layer) -> dict[str, Any]:
@@ -85,8 +80,7 @@ def _read_nvfp4(layer: Layer) -> PackedWeight:
     scales = _untiled(layer, ("F8_E4M3",), N, -(-2 * half // block_scales.NVFP4_BLOCK))
     if layer.shape("weight_scale_2") not in ((), (1,)) or layer.dtype("weight_scale_2") != "F32":
         raise layer.error("weight_scale_2", f"expected one F32 number, got {list(layer.shape('weight_scale_2'))}")
-    pairs = layer.read("weight")
-    words = as_words(pairs << 4 | pairs >> 4)
+    words = as_words(swap_nibbles(layer.read("weight")))
     return block_scales.nvfp4(words, scales, layer.read("weight_scale_2"), layer.bias(N), "comfyui nvfp4")
 
 
@@ -114,13 +108,7 @@ FORMAT = DirectoryFormat(
     anchors={},
     roles={"weight": (".weight",), COMFY_TENSOR: (f".{COMFY_TENSOR}",), "weight_scale_2": (".weight_scale_2",)}
     | {"bias": (".bias",)},
-    fields={
-        "b_packed": "weight",
-        "scales": "weight_scale",
-        "global_scale": "weight_scale_2",
-        "bias": "bias",
-    },
-    check=_check,
+    fields={"b_packed": "weight", "scales": "weight_scale", "global_scale": "weight_scale_2"},
     read=_read,
     extras=(".scale_input", ".input_scale"),
     marks=(COMFY_MARK,),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints import block_scales
-from torch_marlin_metal.checkpoints.act_order import permutation, read_g_idx
+from torch_marlin_metal.checkpoints.act_order import read_permutation
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.eight_bits import read_bytes
 from torch_marlin_metal.checkpoints.errors import CheckpointError, UnsupportedFormat
@@ -74,8 +74,7 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
     bits = _bits(layer, settings, K, words)
     group_size, scales = _scales(layer, settings, N, K)
     zeros = _zeros(layer, N, scales.shape[0], bits)
-    g_idx = read_g_idx(layer, "weight_g_idx", K, scales.shape[0], group_size)
-    perm = permutation(layer, "weight_g_idx", g_idx, group_size)
+    perm = read_permutation(layer, "weight_g_idx", K, scales.shape[0], group_size)
     stored, high = layer.read("weight_packed"), None
     if bits in (4, 8):
         ours = as_words(stored) if perm is None else permuted(as_words(stored), perm, bits)
@@ -204,7 +203,6 @@ FORMAT = DirectoryFormat(
         "zeros": "weight_zero_point",
         "global_scale": "weight_global_scale",
         "perm": "weight_g_idx",
-        "bias": "bias",
     },
     check=_check,
     read=_read,

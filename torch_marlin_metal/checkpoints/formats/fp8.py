@@ -7,7 +7,6 @@ Despite its name, `weight_scale_inv` multiplies the weight. A stack of experts h
 import torch
 
 from torch_marlin_metal.checkpoints import block_scales
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.eight_bits import EXPONENTS, read_bytes
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.grouped import as_words
@@ -15,10 +14,6 @@ from torch_marlin_metal.checkpoints.layer_tensors import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
-
-
-def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Accepts every checkpoint, because `_read` checks each layer."""
 
 
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
@@ -43,8 +38,7 @@ FORMAT = DirectoryFormat(
     refused=(("K not a multiple of 8", "the operators take 8 codes along K at a time; dequantized on request"),),
     anchors={},
     roles={"weight": (".weight", ""), "bias": (".bias", "_bias")},
-    fields={"b_packed": "weight", "scales": "weight_scale_inv", "bias": "bias"},
-    check=_check,
+    fields={"b_packed": "weight", "scales": "weight_scale_inv"},
     read=_read,
     extras=(".input_scale", ".activation_scale", "_activation_scale"),
     scaled={".weight_scale_inv": "weight_scale_inv", "_scale_inv": "weight_scale_inv"},

@@ -52,7 +52,6 @@ def unknown_architecture(path: Path, architecture: str) -> str:
 class GgufReader(CheckpointReader):
     """Reads a GGUF file. Each quantized matrix is a layer, and so is each expert of a stacked tensor."""
 
-    metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
     def __init__(self, path: Path, options: ReadOptions) -> None:
@@ -80,7 +79,7 @@ class GgufReader(CheckpointReader):
         self._used |= {name for tensor in matrices.values() for name in self._side_tensors(tensor)}
 
     def _find_partners(self) -> dict[str, tuple[GgufTensor, str]]:
-        """Returns (second tensor, way of joining) by first tensor, for each pair that is one layer in transformers."""
+        """Finds the pairs that are one layer in transformers: first tensor -> (second tensor, way of joining)."""
         found = {}
         for tensor in self.tensors.values():
             join = partner(tensor.name, self.architecture) if self.hf else None
@@ -92,8 +91,7 @@ class GgufReader(CheckpointReader):
             if other is None or not fits or (way == "interleaved" and other.shape != tensor.shape):
                 got = "no such tensor" if other is None else f"{other.type_name} {list(other.shape)}"
                 raise CheckpointError(
-                    f"{tensor.file}: tensor {tensor.name!r}: expected {name!r} with a shape that fits "
-                    f"{list(tensor.shape)}, got {got}"
+                    f"{tensor.where}: expected {name!r} with a shape that fits {list(tensor.shape)}, got {got}"
                 )
             found[tensor.name] = other, way
         return found
@@ -180,7 +178,7 @@ class GgufReader(CheckpointReader):
         piece = self._layers[index]
         if piece.way == "latent":
             raise UnsupportedFormat(
-                f"{piece.tensor.file}: tensor {piece.tensor.name!r}: its columns are rows in transformers' layer",
+                f"{piece.tensor.where}: its columns are rows in transformers' layer",
                 self._floats(index),
                 f"{piece.tensor.type_name} of attn_k_b",
             )
@@ -197,8 +195,7 @@ class GgufReader(CheckpointReader):
             )
         if weight_format(weight.weight_format).has_global_scale:
             raise UnsupportedFormat(
-                f"{piece.tensor.file}: tensor {piece.tensor.name!r}: NVFP4 that is one layer with {other.name!r} "
-                "is not read",
+                f"{piece.tensor.where}: NVFP4 that is one layer with {other.name!r} is not read",
                 self._floats(index),
             )
         first, others = weight.tensors(), second.tensors()
@@ -210,7 +207,7 @@ class GgufReader(CheckpointReader):
         try:
             return joined(piece.way, first, second, self.architecture, self.metadata)
         except CheckpointError as error:
-            raise CheckpointError(f"{piece.tensor.file}: tensor {piece.tensor.name!r}: {error}") from error
+            raise CheckpointError(f"{piece.tensor.where}: {error}") from error
 
     def _rows(self, piece: Piece) -> slice:
         if piece.part is None:
@@ -218,10 +215,10 @@ class GgufReader(CheckpointReader):
         try:
             return split_rows(piece.part, piece.tensor.shape[0], self.architecture, self.metadata)
         except CheckpointError as error:
-            raise CheckpointError(f"{piece.tensor.file}: tensor {piece.tensor.name!r}: {error}") from error
+            raise CheckpointError(f"{piece.tensor.where}: {error}") from error
 
     def _convert(self, index: int, piece: Piece, tensor: GgufTensor) -> PackedWeight:
-        where, expert = f"{tensor.file}: tensor {tensor.name!r}", piece.expert
+        where, expert = tensor.where, piece.expert
         known = not self.hf or piece.second or piece.part is not None or hf_name(tensor.name, self.architecture)
         if not known and (expert is None or not self._expert_name(tensor, expert)):
             raise UnsupportedFormat(
@@ -248,10 +245,10 @@ class GgufReader(CheckpointReader):
             weight.name, weight.source = self._name(piece), f"gguf {tensor.type_name}"
             weight.global_scale = self._scale(tensor, expert)
             weight.bias = self._bias_of(piece, tensor)
-            order = self._row_order(tensor)
+            order = self._order(row_order, tensor, tensor.shape[0])
             if order is not None:
                 weight = replace(weight.columns(order), bias=weight.bias)
-            columns = self._column_order(tensor)
+            columns = self._order(column_order, tensor, tensor.shape[-1])
             moved = weight if columns is None else permute_columns(weight, columns)
             if moved is None:
                 raise UnsupportedFormat(
@@ -267,20 +264,14 @@ class GgufReader(CheckpointReader):
         except ImportError as error:
             raise needs_gguf(tensor) from error
 
-    def _row_order(self, tensor: GgufTensor) -> Tensor | None:
-        """Returns the order that restores transformers' row order for a tensor, or None if it is unchanged."""
-        return self._order(row_order, tensor, tensor.shape[0])
-
-    def _column_order(self, tensor: GgufTensor) -> Tensor | None:
-        return self._order(column_order, tensor, tensor.shape[-1])
-
     def _order(self, order_of: Callable[..., Tensor | None], tensor: GgufTensor, count: int) -> Tensor | None:
+        """Returns the order that restores transformers' rows or columns, or None if no row or column moved."""
         if not self.hf:
             return None
         try:
             return order_of(tensor.name, self.architecture, self.metadata, count)
         except CheckpointError as error:
-            raise CheckpointError(f"{tensor.file}: tensor {tensor.name!r}: {error}") from error
+            raise CheckpointError(f"{tensor.where}: {error}") from error
 
     def _scale(self, tensor: GgufTensor, expert: int | None) -> Tensor | None:
         """Returns the global scale of an NVFP4 tensor, which llama.cpp stores as a separate tensor."""
@@ -289,9 +280,8 @@ class GgufReader(CheckpointReader):
                 scale, experts = self.tensors[name], 1 if expert is None else tensor.shape[0]
                 if tensor.type_name != "NVFP4" or scale.type_name != "F32" or scale.shape not in ((1,), (experts,)):
                     raise UnsupportedFormat(
-                        f"{scale.file}: tensor {name!r}: expected one F32 number beside a weight of NVFP4, got "
-                        f"{scale.type_name} {list(scale.shape)} beside {tensor.type_name}",
-                        None,
+                        f"{scale.where}: expected one F32 number beside a weight of NVFP4, got "
+                        f"{scale.type_name} {list(scale.shape)} beside {tensor.type_name}"
                     )
                 values = scale.read()
                 return values[:1] if expert is None or values.numel() == 1 else values[expert : expert + 1].clone()
@@ -318,9 +308,7 @@ class GgufReader(CheckpointReader):
             return None
         bias, expected = self.tensors[name], tensor.shape[:-1]
         if bias.type_name not in ("F32", "F16", "BF16") or bias.shape != expected:
-            raise CheckpointError(
-                f"{bias.file}: tensor {name!r}: expected floats {list(expected)}, got {list(bias.shape)}"
-            )
+            raise CheckpointError(f"{bias.where}: expected floats {list(expected)}, got {list(bias.shape)}")
         order = self._order(row_order, bias, bias.shape[-1])
         values = bias.read(piece.expert)[self._rows(piece)]
         return values if order is None else values[order]
@@ -336,13 +324,12 @@ class GgufReader(CheckpointReader):
         return self._ordered(piece.tensor, first)[self._rows(piece)]
 
     def _decoded(self, tensor: GgufTensor, expert: int | None) -> Tensor:
-        """Decodes a matrix or a stack of matrices. Multiplies NVFP4 by its global scale."""
         values, scale = dequantize(tensor, expert), self._scale(tensor, expert)
         return values if scale is None else values * scale
 
     def _ordered(self, tensor: GgufTensor, values: Tensor) -> Tensor:
-        """Returns the values of a tensor in transformers' order of rows and columns."""
-        rows, columns = self._row_order(tensor), self._column_order(tensor)
+        rows = self._order(row_order, tensor, tensor.shape[0])
+        columns = self._order(column_order, tensor, tensor.shape[-1])
         values = values if rows is None else values[rows]
         return values if columns is None else values[:, columns]
 
@@ -374,7 +361,6 @@ class GgufReader(CheckpointReader):
                 yield f"{known.blocks}.{block}{name}", read, "F32"  # type: ignore[union-attr]
 
     def _plain(self, tensor: GgufTensor) -> Tensor:
-        """Reads a tensor outside the layers. If `hf` is set, converts it to transformers' values and row order."""
         values = self._ordered(tensor, tensor.read())
         return restored(tensor.name, self.architecture, values) if self.hf else values
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from torch_marlin_metal.checkpoints import block_scales
+from torch_marlin_metal.checkpoints.files.gguf import GGML_TYPES
 from torch_marlin_metal.checkpoints.files.safetensors import Slice
-from torch_marlin_metal.checkpoints.formats.gguf_small import SMALL_TYPES
+from torch_marlin_metal.checkpoints.formats.gguf_small import SMALL_TYPES, fields, shifted
 from torch_marlin_metal.checkpoints.grouped import BIAS, SIGN, SYMMETRIC, as_words, planes_of_codes, words_of_codes
 from torch_marlin_metal.huge_pages import prefer_huge_pages
 from torch_marlin_metal.packed_weight import PackedWeight, PackedWeightError
@@ -62,14 +63,9 @@ def _low(data: Tensor, run: int) -> Tensor:
     return torch.cat((runs & 15, runs >> 4), dim=3).flatten(2)
 
 
-def _high(data: Tensor, *shifts: int) -> Tensor:
-    """Shifts bytes `[N, B, n]` right by each of `shifts` and concatenates the results: `[N, B, n * len(shifts)]`."""
-    return torch.cat([data >> shift for shift in shifts], dim=2)
-
-
 def _fifth(data: Tensor) -> Tensor:
     """Returns the fifth bit of each code, shifted to bit 4: four bytes `[N, B, 4]` become 32 codes `[N, B, 32]`."""
-    return ((data.unsqueeze(3) >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1).flatten(2) << 4
+    return (fields(data, *range(8)) & 1) << 4
 
 
 def _q5_0(blocks: Tensor) -> PackedWeight:
@@ -83,14 +79,14 @@ def _q5_1(blocks: Tensor) -> PackedWeight:
 
 
 def _q6_k(blocks: Tensor) -> PackedWeight:
-    halves = [_high(blocks[..., 128 + start : 160 + start], 0, 2, 4, 6) & 3 for start in (0, 32)]
+    halves = [shifted(blocks[..., 128 + start : 160 + start], 0, 2, 4, 6) & 3 for start in (0, 32)]
     codes = _low(blocks[..., :128], 64) | torch.cat(halves, dim=2) << 4
     weight = _wide(6, codes, _per_group(blocks[..., 192:208].view(torch.int8)), 16)
     return replace(weight, super_scales=_float16(blocks[..., 208:]))
 
 
 def _q5_k(blocks: Tensor) -> PackedWeight:
-    codes = _low(blocks[..., 48:], 32) | (_high(blocks[..., 16:48], *range(8)) & 1) << 4
+    codes = _low(blocks[..., 48:], 32) | (shifted(blocks[..., 16:48], *range(8)) & 1) << 4
     return _with_scales_k(_wide(5, codes, *_scales_k(blocks)), blocks)
 
 
@@ -108,12 +104,11 @@ def _scales_k(blocks: Tensor) -> tuple[Tensor, int, Tensor]:
 
 
 def _with_scales_k(weight: PackedWeight, blocks: Tensor) -> PackedWeight:
-    """Adds the scale factors d and dmin of Q4_K and Q5_K. A scale is d * sc, a bias is -dmin * m."""
+    """Adds the factors d and dmin. As in Q2_K, a scale is d times its code, a bias is -dmin times its code."""
     return replace(weight, super_scales=_float16(blocks[..., :2]), super_zeros=-_float16(blocks[..., 2:4]))
 
 
 def _q2_k(blocks: Tensor) -> PackedWeight:
-    """Converts Q2_K. A scale is d * sc, a bias is -dmin * m."""
     factors = blocks[..., :16]
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device="cpu").reshape(4, 1)
     runs = blocks[..., 16:80].reshape(*blocks.shape[:2], 2, 1, 32)
@@ -140,9 +135,7 @@ def _iq4_nl(blocks: Tensor) -> PackedWeight:
 
 
 def _iq4_xs(blocks: Tensor) -> PackedWeight:
-    low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=3).flatten(2)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device="cpu")
-    high = ((blocks[..., 2:4].unsqueeze(3) >> shifts) & 3).flatten(2)
+    low, high = fields(blocks[..., 4:8], 0, 4) & 15, fields(blocks[..., 2:4], 0, 2, 4, 6) & 3
     scales = _per_group((low | (high << 4)).to(torch.int8) - 32)
     lut = torch.tensor(IQ4_VALUES, dtype=torch.float32, device="cpu")
     super_scales = _float16(blocks[..., :2])
@@ -182,19 +175,21 @@ def in_pieces(decode: Callable[[Tensor], PackedWeight], read: Callable[[Slice], 
     return replace(piece, **whole)  # type: ignore[arg-type]
 
 
-DECODERS: dict[str, tuple[int, Callable[[Tensor], PackedWeight]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q4_K": (144, _q4_k),
-    "Q5_0": (22, _q5_0),
-    "Q5_1": (24, _q5_1),
-    "Q5_K": (176, _q5_k),
-    "Q6_K": (210, _q6_k),
-    "Q8_0": (34, _q8_0),
-    "IQ4_NL": (18, _iq4_nl),
-    "IQ4_XS": (136, _iq4_xs),
-    "MXFP4": (17, _mxfp4),
-    "NVFP4": (36, _nvfp4),
-    "Q2_K": (84, _q2_k),
-    **{name: (size, partial(kind.read, type_name=name)) for name, (size, kind) in SMALL_TYPES.items()},
+_DECODERS: dict[str, Callable[[Tensor], PackedWeight]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "Q8_0": _q8_0,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
+    "Q2_K": _q2_k,
+    **{name: partial(kind.read, type_name=name) for name, kind in SMALL_TYPES.items()},
 }
+# Type -> (bytes of a block, function that converts blocks).
+DECODERS = {name: (nbytes, _DECODERS[name]) for name, _, nbytes in GGML_TYPES.values() if name in _DECODERS}

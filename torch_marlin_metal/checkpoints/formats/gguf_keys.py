@@ -24,7 +24,7 @@ class Key:
     Attributes:
         settings: names of the setting in transformers' configs. The first name that a config has is used.
         neutral: values with the same meaning as an absent key. A config without the setting agrees with these values.
-        off: the value of the setting that agrees with a neutral value.
+        off: the value that the setting must have if the key is absent or neutral.
         size: True if the shapes of the tensors determine the value. Loading compares the shapes instead of the key.
         special: True if `models.gguf_special` or `models.gguf_rope` has its own code for the key.
         harmless: the reason why the key does not change the results of a model, or "".

@@ -4,8 +4,8 @@ For the architecture "llama" and related ones, the converter reorders the rows o
 with linear attention (Qwen 3.5), several value heads share a key head. transformers stores the value heads of a key
 head next to each other. llama.cpp stores the first value head of every key head, then the second of every key head.
 
-In a GGUF file, a fused projection has all rows of q, then k, then v. In transformers, the q, k and v rows of one head
-are adjacent ("heads"), or those of all heads that share a key head ("groups").
+In a GGUF file, a fused projection has all rows of q, then k, then v. In some transformers models, the rows of each head
+are adjacent ("heads"). In others, the rows of all heads that share a key head are adjacent ("groups").
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,6 @@ COLUMNS = ".ssm_out"
 
 
 class _Numbers:
-    """Reads whole numbers from the metadata of an architecture."""
-
     def __init__(self, architecture: str, metadata: Mapping[str, Any]) -> None:
         self._architecture, self._metadata = architecture, metadata
 
@@ -80,7 +78,7 @@ def _qkv_order(kind: str, rows: int, numbers: _Numbers) -> Tensor:
 
 
 def _side_by_side(sizes: list[int], groups: int) -> Tensor:
-    """Returns the order that makes the rows of each group adjacent. `sizes` are the rows of q, k and v."""
+    """Returns the order that makes the rows of each group adjacent. `sizes` are the numbers of rows of q, k and v."""
     parts = torch.split(torch.arange(sum(sizes), device="cpu"), sizes)
     return torch.cat([part.reshape(groups, -1) for part in parts], dim=1).reshape(-1)
 
@@ -98,10 +96,12 @@ def joined(way: str, first: Tensor, second: Tensor, architecture: str, metadata:
     """Joins the rows of two tensors into the rows of one transformers layer.
 
     Args:
-        way: the order of the rows in the layer. "behind": all rows of the first tensor, then all of the second.
-            "interleaved": a row of the first, a row of the second, and so on. "key heads": for each key head its rows
-            of q, k and v, which are in the first tensor, then its rows of z, which are in the second. "latent": for
-            each head n rows of the first tensor, then m rows of the second.
+        way: the order of the rows in the layer:
+
+            - "behind": all rows of the first tensor, then all of the second.
+            - "interleaved": a row of the first tensor, a row of the second, and so on.
+            - "key heads": for each key head, its rows of q, k and v in the first tensor, then those of z in the second.
+            - "latent": for each head, n rows of the first tensor, then m rows of the second.
         first: `[rows, ...]`; for "latent" `[heads, K, n]`.
         second: `[rows, ...]`; for "latent" `[heads, m, K]`.
         architecture: one of `ARCHITECTURES`.

@@ -1,4 +1,4 @@
-"""Finds pairs, stacks and parts of GGUF matrices that are one transformers layer, and decodes them to floats."""
+"""Describes the matrices of a GGUF file that become one transformers layer, and decodes matrices to floats."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -43,11 +43,9 @@ def dequantize(tensor: GgufTensor, expert: int | None) -> Tensor:
     except ImportError as error:
         raise needs_gguf(tensor) from error
     except (NotImplementedError, KeyError) as error:
-        where = f"{tensor.file}: tensor {tensor.name!r}"
-        raise UnsupportedFormat(f"{where}: the package gguf does not decode {tensor.type_name}") from error
+        raise UnsupportedFormat(f"{tensor.where}: the package gguf does not decode {tensor.type_name}") from error
 
 
 def needs_gguf(tensor: GgufTensor) -> UnsupportedFormat:
     """Makes the error for a type that only the package gguf can decode."""
-    where = f"{tensor.file}: tensor {tensor.name!r}"
-    return UnsupportedFormat(f"{where}: {tensor.type_name} needs the package gguf (pip install gguf)")
+    return UnsupportedFormat(f"{tensor.where}: {tensor.type_name} needs the package gguf (pip install gguf)")

@@ -38,7 +38,7 @@ class SmallType:
         group_size: number of weights that share a scale.
         d: reads the fp16 scale of each block, `[N, B]`, from bytes `[N, B, bytes of a block]`.
         codes: reads the whole numbers that multiply d, `[N, B, groups of a block]`. None if a block is one group.
-        factor: a power of two that multiplies each scale. The factor is included in the table.
+        factor: a power of two that multiplies each scale. The packed weight has this factor in its table.
         signed: True if gguf's table has only magnitudes, and a value may be a magnitude or its negative.
         has_table: True if the values come from a table.
     """
@@ -103,9 +103,14 @@ def _half(start: int) -> Callable[[Tensor], Tensor]:
     return lambda blocks: blocks[..., start : start + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
-def _bits(data: Tensor, *shifts: int) -> Tensor:
-    """Shifts the data right by each of `shifts` and concatenates the results: `[N, B, n * len(shifts)]`."""
-    return (data.int().unsqueeze(3) >> torch.tensor(shifts, dtype=torch.int32, device="cpu")).flatten(2)
+def shifted(data: Tensor, *shifts: int) -> Tensor:
+    """Shifts `[N, B, n]` right by each of `shifts` and concatenates the results: `[N, B, n * len(shifts)]`."""
+    return torch.cat([data >> shift for shift in shifts], dim=2)
+
+
+def fields(data: Tensor, *shifts: int) -> Tensor:
+    """Returns the elements of `shifted` in another order: those from the same element of `data` are adjacent."""
+    return (data.unsqueeze(3) >> torch.tensor(shifts, dtype=data.dtype, device="cpu")).flatten(2)
 
 
 def _words(data: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,14 +124,12 @@ def _odd(code: Tensor) -> Tensor:
 
 def _q3_k(blocks: Tensor) -> Tensor:
     """Returns the 16 scale codes of a block minus 32. Their low 4 bits are in 8 bytes, the high 2 bits in 4 bytes."""
-    low, high = blocks[..., 96:104], blocks[..., 104:108]
-    low = torch.cat((low & 15, low >> 4), dim=2).int()
-    high = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=2).int()
-    return (low | high << 4) - 32
+    low, high = shifted(blocks[..., 96:104], 0, 4) & 15, shifted(blocks[..., 104:108], 0, 2, 4, 6) & 3
+    return (low | high << 4).int() - 32
 
 
 def _top_bits(start: int) -> Callable[[Tensor], Tensor]:
-    """Returns a function that reads codes from the top 4 bits of every word, or of every second word."""
+    """Returns a function that reads codes from the top 4 bits of the words, from `start` = 2 of every second word."""
 
     def codes(blocks: Tensor) -> Tensor:
         words = _words(blocks[..., start:], torch.int32)
@@ -137,11 +140,7 @@ def _top_bits(start: int) -> Callable[[Tensor], Tensor]:
 
 
 def _nibbles(start: int) -> Callable[[Tensor], Tensor]:
-    return lambda blocks: _odd(_bits(blocks[..., start : start + 8], 0, 4) & 15)
-
-
-def _iq3_s(blocks: Tensor) -> Tensor:
-    return _odd(_bits(blocks[..., 106:110], 0, 4) & 15)
+    return lambda blocks: _odd(fields(blocks[..., start:], 0, 4) & 15)
 
 
 def _iq1_s(blocks: Tensor) -> Tensor:
@@ -149,7 +148,7 @@ def _iq1_s(blocks: Tensor) -> Tensor:
 
 
 def _iq1_m(blocks: Tensor) -> Tensor:
-    return _odd(_bits(_words(blocks[..., 48:56], torch.int16), 0, 3, 6, 9) & 7)
+    return _odd(fields(_words(blocks[..., 48:56], torch.int16), 0, 3, 6, 9) & 7)
 
 
 def _iq1_m_d(blocks: Tensor) -> Tensor:
@@ -159,15 +158,15 @@ def _iq1_m_d(blocks: Tensor) -> Tensor:
     return (parts[0] | parts[1] | parts[2] | parts[3]).to(torch.uint16).view(torch.float16)
 
 
-SMALL_TYPES: dict[str, tuple[int, SmallType]] = {
-    "Q3_K": (110, SmallType(16, _half(108), _q3_k, has_table=False)),
-    "TQ1_0": (54, SmallType(256, _half(52), has_table=False)),
-    "TQ2_0": (66, SmallType(256, _half(64), has_table=False)),
-    "IQ1_S": (50, SmallType(32, _half(0), _iq1_s, signed=False)),
-    "IQ1_M": (56, SmallType(16, _iq1_m_d, _iq1_m, signed=False)),
-    "IQ2_XXS": (66, SmallType(32, _half(0), _top_bits(2), 0.125)),
-    "IQ2_XS": (74, SmallType(16, _half(0), _nibbles(66), 0.125)),
-    "IQ2_S": (82, SmallType(16, _half(0), _nibbles(74), 0.125)),
-    "IQ3_XXS": (98, SmallType(32, _half(0), _top_bits(66), 0.25)),
-    "IQ3_S": (110, SmallType(32, _half(0), _iq3_s)),
+SMALL_TYPES = {
+    "Q3_K": SmallType(16, _half(108), _q3_k, has_table=False),
+    "TQ1_0": SmallType(256, _half(52), has_table=False),
+    "TQ2_0": SmallType(256, _half(64), has_table=False),
+    "IQ1_S": SmallType(32, _half(0), _iq1_s, signed=False),
+    "IQ1_M": SmallType(16, _iq1_m_d, _iq1_m, signed=False),
+    "IQ2_XXS": SmallType(32, _half(0), _top_bits(2), 0.125),
+    "IQ2_XS": SmallType(16, _half(0), _nibbles(66), 0.125),
+    "IQ2_S": SmallType(16, _half(0), _nibbles(74), 0.125),
+    "IQ3_XXS": SmallType(32, _half(0), _top_bits(66), 0.25),
+    "IQ3_S": SmallType(32, _half(0), _nibbles(106)),
 }

@@ -5,17 +5,12 @@ the model expects this order.
 """
 
 from torch_marlin_metal.checkpoints import block_scales
-from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat
 from torch_marlin_metal.checkpoints.grouped import as_words
 from torch_marlin_metal.checkpoints.layer_tensors import Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
 from torch_marlin_metal.packed_weight import PackedWeight
-
-
-def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Accepts every checkpoint, because the settings contain only the method's name."""
 
 
 def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight:
@@ -35,8 +30,7 @@ FORMAT = DirectoryFormat(
     refused=(),
     anchors={"_blocks": "blocks"},
     roles={"scales": ("_scales",), "bias": ("_bias",)},
-    fields={"b_packed": "blocks", "scales": "scales", "bias": "bias"},
-    check=_check,
+    fields={"b_packed": "blocks"},
     read=_read,
     stacked_rank=4,
 )

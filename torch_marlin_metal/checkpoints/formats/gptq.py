@@ -10,7 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from torch_marlin_metal.checkpoints.act_order import permutation, read_g_idx
+from torch_marlin_metal.checkpoints.act_order import read_permutation
 from torch_marlin_metal.checkpoints.checkpoint import Checkpoint
 from torch_marlin_metal.checkpoints.errors import UnsupportedFormat
 from torch_marlin_metal.checkpoints.format_interface import DirectoryFormat, endings
@@ -35,7 +35,7 @@ PLANAR = "gptq_p"  # GPTQModel's format for codes in planes; codes of 2, 4 and 8
 VERSIONS = {"": 1, "gptq": 1, "gptq_v2": 2, PLANAR: 2}
 # Bits of a code -> a word with 1 in each zero point. For these two widths, GPTQModel adds this word to qzeros.
 ONES = {2: 0x55555555, 8: 0x01010101}
-# A word of qzeros whose zero points are all the middle of the code range, for each width and version.
+# Bits of a code -> version -> the word of qzeros in which each zero point is the middle of the code range.
 SYMMETRIC_WORDS = {
     4: {1: 0x77777777, 2: 0x88888888 - (1 << 32)},
     8: {1: 0x7F7F7F7F, 2: 0x80808080 - (1 << 32)},
@@ -64,11 +64,10 @@ def read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeight
     bits = _bits(layer, settings, rows, N, G)
     K = rows * 32 // bits
     group_size = _group_size(layer, settings, K, G)
-    g_idx = read_g_idx(layer, "g_idx", K, G, group_size)
+    perm = read_permutation(layer, "g_idx", K, G, group_size)
     layout = settings.text("checkpoint_format", "format").lower()
     version = options.gptq_version or VERSIONS[layout]
     zeros = _read_zeros(layer, settings, options, version, bits, G, N)
-    perm = permutation(layer, "g_idx", g_idx, group_size)
     words, high = layer.read("qweight"), None
     if bits not in (4, 8):
         codes_of, offset = unpack_planes if layout == PLANAR else unpack, centre(bits) if zeros is None else 0
@@ -196,7 +195,7 @@ FORMAT = DirectoryFormat(
     ),
     anchors={".qweight": "qweight"},
     roles=endings("qzeros", "scales", "g_idx", "bias"),
-    fields={"b_packed": "qweight", "scales": "scales", "zeros": "qzeros", "perm": "g_idx", "bias": "bias"},
+    fields={"b_packed": "qweight", "zeros": "qzeros", "perm": "g_idx"},
     axes={
         "qweight": ("K/8", "N"),
         "scales": ("G", "N"),

@@ -128,7 +128,7 @@ FORMAT = DirectoryFormat(
         ".unpack_view_dtype",
         ".view_as_float",
     ),
-    fields={"b_packed": "W_q", "scales": "scale", "zeros": "zero", "bias": "bias"},
+    fields={"b_packed": "W_q", "scales": "scale", "zeros": "zero"},
     check=_check,
     read=_read,
 )

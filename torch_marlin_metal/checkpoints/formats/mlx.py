@@ -19,6 +19,7 @@ from torch_marlin_metal.checkpoints.grouped import BIAS, as_words, packed, repac
 from torch_marlin_metal.checkpoints.layer_tensors import FLOATS, Layer
 from torch_marlin_metal.checkpoints.options import ReadOptions
 from torch_marlin_metal.checkpoints.settings import Settings
+from torch_marlin_metal.formats import weight_format
 from torch_marlin_metal.packed_weight import PackedWeight
 
 # Model types of mlx-lm whose files are refused, and the reasons.
@@ -28,7 +29,7 @@ REFUSED = {
     "longcat_flash": "transformers has weights for the experts of longcat_flash that compute nothing, mlx-lm has none",
     "nemotron_h": "the experts of nemotron_h have no gate, and the loader packs only experts with one",
 }
-# Mode -> code widths in bits whose layout is known.
+# Mode -> code widths in bits whose layout is known. Modes with block scales have the names of weight formats.
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
 
 
@@ -70,34 +71,18 @@ def _read(layer: Layer, settings: Settings, options: ReadOptions) -> PackedWeigh
         raise layer.error("weight", f"{words} words of {bits} bits are not rows of whole groups of {group_size}")
     if mode == "affine":
         return _read_affine(layer, N, K, bits, group_size)
-    block, convert = BLOCK_MODES[mode]
-    if group_size != block:
-        raise layer.unsupported(f"{mode} with groups of {group_size} instead of {block}")
-    layer.expect("scales", ("U8",), N, K // block)
-    return convert(layer, as_words(layer.read("weight")), layer.read("scales").t(), layer.bias(N))
-
-
-def _mxfp4(layer: Layer, b_packed: Tensor, scales: Tensor, bias: Tensor | None) -> PackedWeight:
-    return block_scales.mx(b_packed, scales, "mxfp4", bias, "mlx mxfp4")
-
-
-def _mxfp8(layer: Layer, b_packed: Tensor, scales: Tensor, bias: Tensor | None) -> PackedWeight:
-    return block_scales.mx(b_packed, scales, "mxfp8", bias, "mlx mxfp8")
-
-
-def _nvfp4(layer: Layer, b_packed: Tensor, scales: Tensor, bias: Tensor | None) -> PackedWeight:
-    return block_scales.nvfp4(b_packed, scales, _multiplier(layer), bias, "mlx nvfp4")
-
-
-BLOCK_MODES = {
-    "mxfp4": (block_scales.MX_BLOCK, _mxfp4),
-    "mxfp8": (block_scales.MX_BLOCK, _mxfp8),
-    "nvfp4": (block_scales.NVFP4_BLOCK, _nvfp4),
-}
+    fmt = weight_format(mode)
+    if group_size != fmt.fixed_group_size:
+        raise layer.unsupported(f"{mode} with groups of {group_size} instead of {fmt.fixed_group_size}")
+    layer.expect("scales", ("U8",), N, K // group_size)
+    b_packed, scales = as_words(layer.read("weight")), layer.read("scales").t()
+    if fmt.has_global_scale:
+        return block_scales.nvfp4(b_packed, scales, _multiplier(layer), layer.bias(N), "mlx nvfp4")
+    return block_scales.mx(b_packed, scales, mode, layer.bias(N), f"mlx {mode}")
 
 
 def _latent(layer: Layer, settings: Settings) -> FloatRows:
-    """Decodes `kv_b_proj`, which has rows for keys and rows for values in each head. The file has keys as columns."""
+    """Decodes `kv_b_proj`, whose heads have rows for keys and rows for values. The file stores keys as columns."""
     keys, values = _heads(layer, settings, ""), _heads(layer, settings, "second ")
     if keys.shape[0] != values.shape[0] or keys.shape[1] != values.shape[2]:
         raise layer.error("weight", f"{list(keys.shape)} does not fit {VALUES[1:]} of {list(values.shape)}")
@@ -167,13 +152,7 @@ FORMAT = DirectoryFormat(
         "global_scale": (".global_scale",),
         "bias": (".bias",),
     },
-    fields={
-        "b_packed": "weight",
-        "scales": "scales",
-        "zeros": "biases",
-        "global_scale": "global_scale",
-        "bias": "bias",
-    },
+    fields={"b_packed": "weight", "zeros": "biases"},
     check=_check,
     read=_read,
     implied=_implied,

@@ -97,7 +97,7 @@ FORMAT = DirectoryFormat(
     ),
     anchors={".weight_scale_2": "weight_scale_2"},
     roles=endings("weight", "weight_scale", "pre_quant_scale", "bias"),
-    fields={"b_packed": "weight", "scales": "weight_scale", "global_scale": "weight_scale_2", "bias": "bias"},
+    fields={"b_packed": "weight", "scales": "weight_scale", "global_scale": "weight_scale_2"},
     check=_check,
     read=_read,
     implied=_implied,

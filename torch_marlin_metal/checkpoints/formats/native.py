@@ -50,7 +50,7 @@ class NativeExporter:
         self.layers[name] = _describe(weight)
 
     def own_tensors(self, weight: PackedWeight, name: str) -> dict[str, Tensor]:
-        """Returns the layer's state_dict with names under `name`, for the safetensors writers of other libraries."""
+        """Describes a layer and returns its state_dict, for the safetensors writers of other libraries."""
         tensors = self.tensors(replace(weight, name=name))
         # Layers may share a table or a permutation, but safetensors refuses tensors that share memory.
         return {key: value.clone() if key in ("lut", "perm") else value for key, value in tensors.items()}
@@ -182,7 +182,6 @@ FORMAT = DirectoryFormat(
     refused=(("format_version other than 1", "unknown"),),
     anchors={".b_packed": "b_packed"},
     roles=endings(*WEIGHT_TENSORS[1:], *LAYER_TENSORS),
-    fields={name: name for name in (*WEIGHT_TENSORS, "bias")},
     axes={
         "b_packed": ("K/8", "N"),
         "b_high": ("H", "N"),

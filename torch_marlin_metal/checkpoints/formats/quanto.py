@@ -14,10 +14,6 @@ from torch_marlin_metal.packed_weight import PackedWeight
 FEW_BITS = ".weight._data._data"
 
 
-def _check(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Accepts every checkpoint, because `_read` checks each layer."""
-
-
 def _implied(checkpoint: Checkpoint) -> bool:
     return checkpoint.settings.file.name == QUANTO_MAP
 
@@ -40,8 +36,7 @@ FORMAT = DirectoryFormat(
     ),
     anchors={FEW_BITS: "few bits", ".weight._data": "weight"},
     roles={"scale": (".weight._scale",), "bias": (".bias",)},
-    fields={"b_packed": "weight", "scales": "scale", "bias": "bias"},
-    check=_check,
+    fields={"b_packed": "weight", "scales": "scale"},
     read=_read,
     implied=_implied,
     extras=(".input_scale", ".output_scale", ".weight._shift"),

@@ -122,20 +122,16 @@ def _read_nvfp4(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
 def _read_mx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
     element, block = attributes.get("elem_dtype", ""), attributes.get("block_size", "32")
     if layer.dtype("qdata").startswith("F8"):
-        return _read_mx_bytes(layer)
+        N, K = layer.expect("qdata", (layer.dtype("qdata"),), None, None)
+        scales = _block_scales(layer, N, -(-K // block_scales.MX_BLOCK), EXPONENTS)
+        return read_bytes(layer, "torchao MXTensor", "qdata", "scale", scales=scales.t())
     if "float4_e2m1fn" not in element or block != str(block_scales.MX_BLOCK):
         known = "read are float4_e2m1, float8_e4m3 and float8_e5m2 in blocks of 32"
         advice = "quantize the original model with quantize_model"
         raise layer.unsupported(f"MXTensor of {element} in blocks of {block}; {known}; {advice}")
     N, K = _packed_rows(layer)
-    scales = _block_scales(layer, N, -(-K // block_scales.MX_BLOCK), ("U8", "F8_E8M0"))
-    return block_scales.mx(as_words(layer.read("qdata")), scales, "mxfp4", layer.bias(N), "torchao MXTensor")
-
-
-def _read_mx_bytes(layer: Layer) -> PackedWeight:
-    N, K = layer.expect("qdata", (layer.dtype("qdata"),), None, None)
     scales = _block_scales(layer, N, -(-K // block_scales.MX_BLOCK), EXPONENTS)
-    return read_bytes(layer, "torchao MXTensor", "qdata", "scale", scales=scales.t())
+    return block_scales.mx(as_words(layer.read("qdata")), scales, "mxfp4", layer.bias(N), "torchao MXTensor")
 
 
 def _read_intx(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
@@ -201,13 +197,7 @@ FORMAT = DirectoryFormat(
     ),
     anchors={".weight.qdata": "qdata", "._weight_qdata": "qdata"},
     roles={field: (f".weight.{field}", f"._weight_{field}") for field in FIELDS} | {"bias": (".bias",)},
-    fields={
-        "b_packed": "qdata",
-        "scales": "scale",
-        "zeros": "zero_point",
-        "global_scale": "per_tensor_scale",
-        "bias": "bias",
-    },
+    fields={"b_packed": "qdata", "scales": "scale", "zeros": "zero_point", "global_scale": "per_tensor_scale"},
     check=_check,
     read=_read,
     implied=_implied,

@@ -35,7 +35,7 @@ NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def read_plain(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
-    """Reads Int4Tensor: signed codes with even k in the low nibble; w = q * scale + zero_point, both `[G, N]`."""
+    """Reads Int4Tensor: signed codes with even k in the low nibble; w = q * scale + zero_point."""
     N, half = layer.expect("qdata", ("I8", "U8"), None, None)
     group_size = _group_size(layer, attributes, 2 * half)
     if half % 4:
@@ -67,7 +67,7 @@ def read_tiles(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
         raise layer.unsupported(f"K={K} is not a multiple of 8")
     layer.expect("scale_and_zero", FLOATS, -(-128 * k_tiles // group_size), 8 * row_tiles, 2)
     nibbles = (layer.read("qdata").unsqueeze(4) >> torch.arange(0, 32, 4, dtype=torch.int32, device="cpu")) & 15
-    # Lane = (row, pair of k). The codes of a word are (k tile, half of the tile, element of the pair).
+    # Dimensions: tile of rows, tile of k, row, pair of k, word; in a word: run of k, half of the run, k of the pair.
     codes = nibbles[..., NIBBLES].to(torch.uint8).reshape(row_tiles, k_tiles, 8, 4, 4, 2, 2, 2)
     codes = codes.permute(0, 2, 1, 4, 5, 6, 3, 7).reshape(8 * row_tiles, 128 * k_tiles)[:N, :K]
     scales, zeros = layer.read("scale_and_zero")[: -(-K // group_size), :N].unbind(2)
@@ -76,7 +76,7 @@ def read_tiles(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
 
 
 def read_words(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
-    """Reads Int4PlainInt32Tensor in XPU's layout: words of eight k; w = (q - zero_point) * scale, both `[G, N]`."""
+    """Reads Int4PlainInt32Tensor in XPU's layout: words of eight k; w = (q - zero_point) * scale."""
     N, words = layer.expect("qdata", ("I32",), None, None)
     K = 8 * words
     group_size = _group_size(layer, attributes, K)
@@ -102,7 +102,7 @@ def read_words(layer: Layer, attributes: dict[str, str]) -> PackedWeight:
 
 
 def _centred(layer: Layer, words: Tensor, group_size: int, scales: Tensor, zeros: Tensor, kind: str) -> PackedWeight:
-    """Makes a weight with values (q - 8) * scale + zero. The weight stores q * scale + b, with b in fp32."""
+    """Makes a weight with values (q - 8) * scale + zero, stored as q * scale + b with b = zero - 8 * scale in fp32."""
     if constant(zeros, 0):
         return packed(layer, words, SYMMETRIC[4], group_size, scales, source=f"torchao {kind}")
     exact = zeros.double() - SIGN[4] * scales.double()

@@ -20,7 +20,7 @@ from torch_marlin_metal.formats import WEIGHT_FORMATS
 from torch_marlin_metal.load.caller import Caller
 from torch_marlin_metal.load.loader import Loader
 from torch_marlin_metal.load.names import namer
-from torch_marlin_metal.load.plan import shared_weights
+from torch_marlin_metal.models.linear_layers import shared_weights
 from torch_marlin_metal.models.report import module_bytes
 from torch_marlin_metal.printing import table
 from torch_marlin_metal.sizes import human_size, parse_size
@@ -87,7 +87,7 @@ def gpu_memory(memory: str | None) -> int:
 
 
 def _loaded(model: Any, reader: CheckpointReader) -> Any:
-    """Fills a model on the meta device as the loader would. Of layers with the same sizes, reads only one."""
+    """Fills a model on the meta device as the loader would. Reads one layer of each size and kind."""
     read, seen = reader.read, dict[Hashable, Any]()
 
     def without_values(index: int) -> Any:
@@ -166,9 +166,9 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def measured(path: str, model: Any, context: int, prompt: int) -> tuple[int, int]:
-    """Returns the bytes of a cache of `context` tokens, and of the activations while its last `prompt` tokens run.
+    """Returns the bytes of a cache of `context` tokens, and of the activations of the last `prompt` tokens.
 
-    The model runs on the meta device. Attention stores all scores of a prompt, as PyTorch's does on GPUs of Macs.
+    The model runs on the meta device. Attention stores all scores of these tokens, as PyTorch's does on a Mac's GPU.
     """
     tokens = torch.zeros(1, context, dtype=torch.long, device="meta")
     run = opened.cached(model)

@@ -85,7 +85,7 @@ def _numbers(answer: dict[str, Any]) -> str:
 class _Talk:
     """A model and the messages so far. `write`, if not None, receives the text while the model generates it.
 
-    The next answer reuses the cache if the chat template produces the same tokens at the start.
+    An answer reuses the cache of the previous one if its prompt starts with the same tokens.
     """
 
     loaded: opened.Opened

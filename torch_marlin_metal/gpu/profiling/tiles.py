@@ -200,7 +200,7 @@ def selection_guide(
 ) -> list[Choice]:
     """Returns the planner's choice of variant and tile for ranges of M.
 
-    A range ends where the choice changes, and before a value that `rows` lacks.
+    A range ends where the choice changes, and where `rows` skips a number.
 
     Args:
         gpu: a GPU, its name, or None for this machine's GPU.

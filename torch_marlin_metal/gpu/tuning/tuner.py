@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torch_marlin_metal.extension import native
-from torch_marlin_metal.gpu.planning import PlanCandidate
+from torch_marlin_metal.gpu.planning import PlanCandidate, first_of_each_variant
 from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, gemm_chain, interleave, rotating
 from torch_marlin_metal.gpu.tuning.errors import check
 from torch_marlin_metal.gpu.tuning.products import Product
@@ -122,10 +122,7 @@ def candidates(product: Product, M: int) -> tuple[list[str], str]:
     planned = product.plan(M)
     chosen = planned.chosen
     exact = [candidate for candidate in planned.candidates if not _rounds_weight(candidate)]
-    of_variant: dict[str, PlanCandidate] = {}
-    for candidate in (chosen, *exact):
-        of_variant.setdefault(candidate.variant, candidate)
-    names = [candidate.name for candidate in of_variant.values()]
+    names = [candidate.name for candidate in first_of_each_variant((chosen, *exact))]
     further = [candidate.name for candidate in exact if candidate.seconds <= SLOWEST * chosen.seconds]
     names += [name for name in further if name not in names][: max(0, MOST_CANDIDATES - len(names))]
     if M >= ROUNDING_ROWS:

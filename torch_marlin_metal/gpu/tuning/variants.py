@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from torch_marlin_metal.gpu.planning import GemmPlan, PlanCandidate
-from torch_marlin_metal.gpu.tuning.chains import COLD_BYTES, Chain, gemm_chain, rotating
+from torch_marlin_metal.gpu.planning import first_of_each_variant
+from torch_marlin_metal.gpu.tuning.chains import Chain, gemm_chain, rotating
 from torch_marlin_metal.gpu.tuning.products import Product
 from torch_marlin_metal.packed_weight import PackedWeight
 
 
-@dataclass(frozen=True)
-class VariantRow:
-    """A variant of a product, before its measurement.
-
-    Attributes:
-        name: the argument `variant` of `gemm`.
-        chain: a chain of products with this variant.
-    """
-
-    name: str
-    chain: Chain
-
-
-def planned_variants(product: Product, M: int) -> tuple[GemmPlan, list[PlanCandidate]]:
-    """Returns a product's plan without measured choices, and the first candidate of each variant."""
-    found = product.plan(M)
-    first: dict[str, PlanCandidate] = {}
-    for candidate in found.candidates:
-        first.setdefault(candidate.variant, candidate)
-    return found, list(first.values())
-
-
-def variants(product: Product, weight: PackedWeight, a: Tensor, cold_bytes: int = COLD_BYTES) -> list[VariantRow]:
+def variants(product: Product, weight: PackedWeight, a: Tensor, cold_bytes: int) -> dict[str, Chain]:
     """Makes a chain of products for one tile of each variant, with the planner's choice first.
+
+    The keys of the result are the arguments `variant` of `gemm`.
 
     Args:
         product: the shape and format of `weight`.
@@ -44,10 +22,9 @@ def variants(product: Product, weight: PackedWeight, a: Tensor, cold_bytes: int 
         cold_bytes: total bytes of the weight's clones, which a chain uses in turn.
     """
     weights = rotating(weight, cold_bytes)
-    found, planned = planned_variants(product, a.shape[0])
-    planned.sort(key=lambda candidate: candidate.name != found.chosen.name)
-
-    return [VariantRow(candidate.name, gemm_chain(a, weights, candidate.name)) for candidate in planned]
+    planned = product.plan(a.shape[0])
+    timed = first_of_each_variant((planned.chosen, *planned.candidates))
+    return {candidate.name: gemm_chain(a, weights, candidate.name) for candidate in timed}
 
 
 def moved_bytes(weight: PackedWeight, a: Tensor) -> float:

@@ -27,9 +27,8 @@ from torch_marlin_metal.load.caller import Caller
 from torch_marlin_metal.load.converted import ConvertedReader
 from torch_marlin_metal.load.decoded import float_module
 from torch_marlin_metal.load.loader import Loader
-from torch_marlin_metal.load.plan import shared_weights
 from torch_marlin_metal.load.row_tensor import has_stand_ins
-from torch_marlin_metal.models.linear_layers import ModelMismatchError, packed_layer
+from torch_marlin_metal.models.linear_layers import ModelMismatchError, packed_layer, shared_weights
 from torch_marlin_metal.models.prepare import prepare
 from torch_marlin_metal.models.savers import round_as_diffusers
 from torch_marlin_metal.models.swap import inherit

@@ -31,7 +31,7 @@ def check_targets(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
     parameters = [f".{name}".rpartition(".")[0] for name in getattr(config, "target_parameters", None) or ()]
     tokens = getattr(config, "trainable_token_indices", None) or ()
     ask: Any = getattr(model, "get_input_embeddings", None)
-    table = ask() if tokens and not isinstance(tokens, dict) and callable(ask) else None  # some models have none
+    table = ask() if tokens and not isinstance(tokens, dict) and callable(ask) else None  # some models lack the method
     for name, module in model.named_modules():
         layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
         if not isinstance(layer, PACKED):

@@ -74,11 +74,12 @@ class MarlinLoraLinear(PackedMerging[PackedWeight], Linear):  # type: ignore[mis
         total = base
         bias = None if original.bias is None else original.bias.float()
         for name in names:
-            delta = (self.lora_B[name].weight.float() @ self.lora_A[name].weight.float()) * self.scaling[name]
-            total = total + delta.to(device)
+            product = self.lora_B[name].weight.float() @ self.lora_A[name].weight.float()
+            delta = (product * self.scaling[name]).to(device)
+            total = total + delta
             if name in self.lora_variant:
                 magnitude = self.lora_magnitude_vector[name].weight
-                norm = torch.linalg.vector_norm(base + delta.to(device), dim=1).to(magnitude.dtype)
+                norm = torch.linalg.vector_norm(base + delta, dim=1).to(magnitude.dtype)
                 ratio = magnitude.float() / norm.float()
                 total = total * ratio.unsqueeze(1)
                 if bias is not None:  # DoRA scales the bias that earlier adapters added, but not the base layer's bias

@@ -34,7 +34,7 @@ class PackedMerging(Generic[Weight]):
     lora_A: Any  # noqa: N815 peft's name
     merged_adapters: list[str]
     planned: MergePlan[Weight] | None = None
-    _last: MergePlan[Weight] | None = None  # the last merge; nn.Module registers a module as a child, but not a plan
+    _last: MergePlan[Weight] | None = None  # the last merge; nn.Module would register a stack itself as a child
 
     def _weight(self) -> Weight:
         raise NotImplementedError

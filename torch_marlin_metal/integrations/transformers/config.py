@@ -33,8 +33,9 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     Supported are models of transformers and, after `import torch_marlin_metal.integrations.diffusers`, of diffusers.
 
-    For a quantized checkpoint, only `modules_to_not_convert`, `ignore`, `fuse`, `prepare` and the arguments after
-    `ignore` have an effect. A float checkpoint is quantized during loading, one layer at a time.
+    A float checkpoint is quantized during loading, one layer at a time. For a quantized checkpoint, only
+    `modules_to_not_convert`, `fuse`, `prepare`, `ignore` and the arguments from `on_unsupported` to `gptq_zeros_rule`
+    have an effect.
 
     Args:
         weight_format: the target format, as in `quantize_weight`.
@@ -50,7 +51,7 @@ class MarlinConfig(QuantizationConfigMixin):  # type: ignore[misc]
         like: as in `quantize_model`, for transformers models only.
         quantize_head: True to quantize a classifier's head too.
         fuse: True to compute the q, k and v projections in one call, and the gate and up projections in another; see
-            `fuse_projections`. "layers" to fuse also the operations between the products; see `fuse_layers`.
+            `fuse_projections`. "layers" also fuses the operations between the products; see `fuse_layers`.
         prepare: True to compile the Metal kernels of layers that are loaded to mps; see `prepare`.
         ignore: a pattern or a list of patterns for full names of checkpoint layers that the model may lack, for example
             a block for multi-token prediction ("model.layers.61.*"). These layers are not loaded. The patterns also

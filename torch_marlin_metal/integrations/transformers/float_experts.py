@@ -94,15 +94,12 @@ class FloatExperts:
             CheckpointError: the checkpoint has only one of the two parameters of an experts module.
         """
         for name in self._layers:
-            found = [self._stacks.get(f"{name}.{kind}") for kind in WEIGHTS]
-            if found == [None, None]:
-                continue
-            for kind, stack in zip(WEIGHTS, found, strict=True):
-                if stack is None:
-                    raise CheckpointError(
-                        f"{self._op}: experts {name!r}: expected gate_up_proj and down_proj in the checkpoint, "
-                        f"it lacks {kind}"
-                    )
+            lost = [kind for kind in WEIGHTS if f"{name}.{kind}" not in self._stacks]
+            if len(lost) == 1:
+                raise CheckpointError(
+                    f"{self._op}: experts {name!r}: expected gate_up_proj and down_proj in the checkpoint, "
+                    f"it lacks {lost[0]}"
+                )
         for name, layers in self._layers.items():
             gate_up, down = (self._stacks.pop(f"{name}.{kind}", None) for kind in WEIGHTS)
             if gate_up is None or down is None:

@@ -106,7 +106,7 @@ class PackedCheckpoint:
             keys.pop(f"{name}.weight", None)
         dense = {name for name, _, _ in self.reader.others()}
         kept = {name.removeprefix(plan.prefix) for name in self.reader.tensor_files().keys() - dense}
-        packed = {EXPERT.sub(".experts.0.", name) for name in kept}  # 0 stands for all, as patterns match any number
+        packed = {EXPERT.sub(".experts.0.", name) for name in kept}  # the patterns below match any number
         # transformers would merge the floats of these experts. The loader reads them instead.
         packed |= {f"{name}.{kind}" for name, experts in plan.experts.items() if experts.floats for kind in WEIGHTS}
         packed |= {name.removeprefix(plan.prefix) for name in plan.unused}

@@ -18,12 +18,12 @@ from torch_marlin_metal.packed_weight import PackedWeight
 def stored_layers(model: Any, *, copy: bool = True) -> Iterator[tuple[str, PackedWeight]]:
     """Yields (name, weight) for the packed layers that `save_pretrained` writes.
 
-    `copy` is the argument of `ExpertWeights.to_packed`. A layer is omitted if transformers ties it to another layer
-    after loading. Layers that share a weight for another reason are yielded as copies, because safetensors refuses
-    tensors that share memory.
+    A layer is omitted if transformers ties it to another layer after loading. Layers that share a weight for another
+    reason are yielded as copies, because safetensors refuses tensors that share memory. `copy` is the argument of
+    `ExpertWeights.to_packed`.
     """
-    # Only these ids are compared, because a column part of a fused layer is a new tensor, which may get the id of a
-    # freed tensor.
+    # Only the ids of living tensors identify a weight. The weight of a fused projection is a new tensor, which may get
+    # the id of a freed one.
     held = {id(module.b_packed) for module in model.modules() if isinstance(module, MarlinLinear)}
     first: dict[int, str] = {}
     ties: dict[str, str] | None = None

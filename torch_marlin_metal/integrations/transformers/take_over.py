@@ -5,12 +5,12 @@ this function. For the methods in `known_formats.py` and for GGUF files, the wra
 transformers' tables of methods do not change, except for one entry for this package's own directories.
 
 `from_pretrained` is wrapped too. If this package refuses a checkpoint, the wrapper lets transformers load it in a
-second attempt, as without the import. There is no second attempt if the script passed a `MarlinConfig`, or for GGUF
-files, which this package refuses because of settings that transformers ignores.
+second attempt, as without the import. There is no second attempt if the script passed a `MarlinConfig`. There is none
+for GGUF files either, because this package refuses them for settings that transformers would ignore.
 
-transformers searches the settings of a checkpoint only in the configuration of the model class. They may be elsewhere:
-the class may use the configuration of a sub-model, and old GPTQ and AWQ directories have the settings in a separate
-file next to config.json. In these cases, the wrapper calls `find_settings`.
+transformers searches the settings of a checkpoint only in the configuration of the model class. The wrapper also calls
+`find_settings`, because the class may use the configuration of a sub-model, and old GPTQ and AWQ directories have the
+settings in a separate file next to config.json.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Compares our declarations and calls of the Metal API with Apple's SDK metadata (`api_metadata`).
 
-The compiler translates our headers for arm64 macOS, and thereby produces selectors, encodings and enum values. The same
-Mach-O reader then reads our object file and Apple's binary.
+The compiler compiles our headers for arm64 macOS. One Mach-O reader then reads the selectors, encodings and enum values
+in our object file and in Apple's binary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ INCLUDE = RUNTIME / "include"
 HEADERS = ("Foundation/Foundation.h", "Metal/Metal.h")
 # Selectors in Apple's documentation of frameworks whose metadata this check does not read.
 OTHER_FRAMEWORKS = {"rootCommandBuffer"}  # MPSCommandBuffer, MetalPerformanceShaders
-# prefix of the protocol as which an @interface is compiled, so that the object file lists its methods
+# An object file lists the methods of protocols, but not those of a class that it only declares. Each @interface is
+# therefore compiled as a protocol whose name has this prefix.
 INTERFACE_PREFIX = "Interface_"
 
 # The declarations of Apple's <objc/objc.h>, for a compile without an SDK.
@@ -132,7 +133,7 @@ def check_sent(objects: Sequence[Path], declared: Declarations) -> Report:
     known = declared.selectors()
     classes = {name.removeprefix(INTERFACE_PREFIX) for name in declared.protocols if name.startswith(INTERFACE_PREFIX)}
     for path in objects:
-        compiled = MachO(path, "arm64")
+        compiled = MachO(path)
         for selector in sorted(compiled.sent_selectors() - known - OTHER_FRAMEWORKS):
             report.problems.append(f"{path.name}: sends {selector}, which the checked headers do not declare")
         for name in sorted(compiled.class_references() - classes):

@@ -27,7 +27,6 @@ class Registration:
     owner: str  # a class, or NSObject for methods of protocols
     selector: str
     types: dict[int | None, str]
-    is_complete: bool  # true if every type is recorded, because the method belongs to a protocol
 
 
 @dataclass
@@ -49,7 +48,7 @@ def load() -> Metadata:
     metadata = Metadata()
     for framework, wheel in FRAMEWORKS.items():
         folder = wheels.unpack(wheel) / framework
-        binary = MachO(folder / f"_{framework}.cpython-311-darwin.so", "arm64")
+        binary = MachO(folder / f"_{framework}.cpython-311-darwin.so")
         for name, protocol in binary.protocols().items():
             metadata.protocols.setdefault(name, protocol)
         _read_source((folder / "_metadata.py").read_text(), metadata)
@@ -92,4 +91,4 @@ def _registration(owner: str, selector: str, record: dict[str, Any]) -> Registra
         kind = entry.get("type")
         if kind is not None:
             types[position] = kind.decode() if isinstance(kind, bytes) else kind
-    return Registration(owner, selector, types, is_complete=bool(record.get("required", "required" in record)))
+    return Registration(owner, selector, types)

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FAT_MAGIC, FAT_MAGIC_64, MACHO_MAGIC_64 = 0xCAFEBABE, 0xCAFEBABF, 0xFEEDFACF
-CPU_TYPES = {"x86_64": 0x01000007, "arm64": 0x0100000C}
+CPU_TYPE_ARM64 = 0x0100000C
 LC_SYMTAB, LC_SEGMENT_64, LC_DYLD_CHAINED_FIXUPS = 0x2, 0x19, 0x80000034
 MH_OBJECT = 1
 N_EXT, N_TYPE, N_UNDF = 0x01, 0x0E, 0x00
-ABSOLUTE_METHODS_FLAG = 0x80000000  # flag in the entsize of a method list: entries are 32-bit relative offsets
+RELATIVE_METHODS_FLAG = 0x80000000  # flag in the entsize of a method list: entries are 32-bit relative offsets
 
 
 class MachOError(ValueError):
-    """A file is not a Mach-O file of the requested architecture, or needs a feature that this reader lacks."""
+    """A file is not a Mach-O file for arm64, or needs a feature that this reader lacks."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class Method:
 
     selector: str
     types: str
-    required: bool
     is_class_method: bool
 
 
@@ -55,19 +54,18 @@ class _Section:
 
 
 class MachO:
-    """One architecture of a Mach-O file.
+    """The arm64 code of a Mach-O file.
 
     Args:
         path: an image (dylib, bundle; fat or thin) or a relocatable object.
-        architecture: `arm64` or `x86_64`.
 
     Raises:
-        MachOError: the file holds no such architecture.
+        MachOError: the file holds no arm64 code.
     """
 
-    def __init__(self, path: Path, architecture: str = "arm64") -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._data = _thin(path.read_bytes(), CPU_TYPES[architecture], path)
+        self._data = _thin(path.read_bytes(), path)
         self._sections: list[_Section] = []
         self._segments: list[tuple[int, int, int]] = []  # address, size, file offset
         self._pointers: dict[int, int] = {}  # address of each pointer that a relocation sets -> value of the pointer
@@ -119,7 +117,7 @@ class MachO:
             self._symbols.append((self._data[strings + string : end].decode(), kind, value))
 
     def _apply_relocations(self) -> None:
-        """Applies the pointer-sized absolute relocations of an object, which have type 0 on both architectures."""
+        """Applies the pointer-sized absolute relocations of an object, which have type 0."""
         for section in self._sections:
             for i in range(section.relocation_count):
                 where, word = struct.unpack_from("<iI", self._data, section.relocation_offset + 8 * i)
@@ -180,13 +178,13 @@ class MachO:
         for which, methods in enumerate(lists):
             if methods:
                 for selector, types in self._methods(methods):
-                    method = Method(selector, types, required=which < 2, is_class_method=bool(which & 1))
+                    method = Method(selector, types, is_class_method=bool(which & 1))
                     protocol.methods[selector, method.is_class_method] = method
         return protocol
 
     def _methods(self, address: int) -> Iterator[tuple[str, str]]:
         entry_size, count = struct.unpack_from("<2I", self._data, self._offset(address))
-        if entry_size & ABSOLUTE_METHODS_FLAG:
+        if entry_size & RELATIVE_METHODS_FLAG:
             for i in range(count):
                 at = address + 8 + 12 * i
                 name, types, _ = struct.unpack_from("<3i", self._data, self._offset(at))
@@ -222,8 +220,8 @@ def _name(raw: bytes) -> str:
     return raw.rstrip(b"\0").decode()
 
 
-def _thin(data: bytes, cpu_type: int, path: Path) -> bytes:
-    """Returns the slice of a fat file for one processor type, or a thin file unchanged."""
+def _thin(data: bytes, path: Path) -> bytes:
+    """Returns the arm64 slice of a fat file, or a thin file unchanged."""
     if len(data) < 32:
         raise MachOError(f"{path}: expected a Mach-O file, got {len(data)} bytes")
     magic, count = struct.unpack_from(">2I", data)
@@ -231,8 +229,8 @@ def _thin(data: bytes, cpu_type: int, path: Path) -> bytes:
         entry = ">2I2Q2I" if magic == FAT_MAGIC_64 else ">5I"
         for i in range(count):
             kind, _, offset, size, *_ = struct.unpack_from(entry, data, 8 + struct.calcsize(entry) * i)
-            if kind == cpu_type:
+            if kind == CPU_TYPE_ARM64:
                 return data[offset : offset + size]
-    elif struct.unpack_from("<2I", data) == (MACHO_MAGIC_64, cpu_type):
+    elif struct.unpack_from("<2I", data) == (MACHO_MAGIC_64, CPU_TYPE_ARM64):
         return data
-    raise MachOError(f"{path}: holds no code for processor type {cpu_type:#x}")
+    raise MachOError(f"{path}: holds no code for processor type {CPU_TYPE_ARM64:#x}")

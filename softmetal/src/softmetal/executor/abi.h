@@ -42,11 +42,13 @@ extern __thread const sm_thread* sm_self __attribute__((tls_model("initial-exec"
 void sm_threadgroup_barrier(uint32_t mem_flags) SM_CONVERGENT;
 void sm_simdgroup_barrier(uint32_t mem_flags) SM_CONVERGENT;
 
-// Exchanges values between the lanes of a simdgroup that take part. Waits until these lanes have reached the same call
-// site, which the executor identifies by the call's return address. Each lane deposits `bytes` bytes, at most 64.
-// *slots points to 32 deposits, one every `bytes` bytes. The deposits are valid until the lane's next call into the
-// executor. Slots of inactive lanes hold poison. Returns the mask of active lanes. A function that calls
-// sm_simd_exchange must be always_inline: otherwise all uses of that function would share one call site.
+// Exchanges values between the lanes of a simdgroup. Each lane that takes part deposits `bytes` bytes, at most 64, and
+// waits until all of them have reached the same call site. *slots then points to 32 deposits, one every `bytes` bytes;
+// those of inactive lanes hold poison. The deposits are valid until the lane's next call into the executor. Returns the
+// mask of active lanes.
+//
+// A call site is a return address. A function that calls sm_simd_exchange must therefore be always_inline, because
+// otherwise all its uses would share one call site.
 uint32_t sm_simd_exchange(const void* value, uint32_t bytes, const void** slots) SM_CONVERGENT;
 
 // Called if a shuffle reads an inactive lane. Checked mode reports the read. In fast mode the read returns a fixed
@@ -56,8 +58,9 @@ void sm_report_inactive_lane(uint32_t lane);
 // Computes d = a * b + c for 8x8 matrices spread over the simdgroup. Each lane holds two elements of each operand, in
 // Apple's lane order: row 4*(lane>>4) + ((lane>>1)&3), columns 2p and 2p+1 with p = 2*((lane>>3)&1) + (lane&1).
 // Types: 0 half, 1 bfloat, 2 float. Sums are fp32 in the order of k and are rounded once, to d's type. c may equal d.
-// a, b and c are read at the call. d may be written later, at the latest by sm_mma_sync. Call sm_mma_sync_if(d) before
-// any other use of d: a read, a copy, an overwrite, or the end of d's life. That call is cheap if d is not pending.
+//
+// The call reads a, b and c, and may defer the write of d until sm_mma_sync. Call sm_mma_sync_if(d) before any other
+// use of d: a read, a copy, an overwrite, or the end of d's life. That call is cheap if no write of d is deferred.
 void sm_mma(void* d, uint32_t d_type, const void* a, uint32_t a_type, const void* b, uint32_t b_type, const void* c,
             uint32_t c_type) SM_CONVERGENT;
 void sm_mma_sync(void) SM_CONVERGENT;

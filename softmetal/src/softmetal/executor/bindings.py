@@ -86,7 +86,6 @@ class Dispatch(c.Structure):
         ("seed", c.c_uint64),
         ("perturb_seed", c.c_uint64),
         ("os_threads", c.c_uint32),
-        ("max_faults", c.c_uint32),
         ("watchdog", c.c_double),
         ("resident", c.POINTER(Buffer)),
         ("resident_count", c.c_uint32),

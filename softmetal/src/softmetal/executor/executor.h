@@ -81,7 +81,6 @@ typedef struct {
   uint64_t seed;          // seed of the interleaving in checked mode
   uint64_t perturb_seed;  // seed of sm_perturb; 0: no perturbation
   uint32_t os_threads;    // OS threads in fast mode; 0: SOFTMETAL_THREADS or the number of cores
-  uint32_t max_faults;    // 0 means 16. A fault is reported once for each source line.
   double watchdog;        // seconds of processor time; 0: SOFTMETAL_WATCHDOG or 120; negative: no limit
   // Buffers that the kernel reaches through addresses in other buffers. If a buffer is neither in a slot nor in this
   // list, checked mode reports every access to it.
@@ -129,7 +128,7 @@ typedef struct {
 
 typedef struct {
   uint64_t threads, threadgroups;
-  uint64_t threadgroup_barriers, simdgroup_barriers;  // per threadgroup or per simdgroup, not per thread
+  uint64_t threadgroup_barriers, simdgroup_barriers;  // counted once for each threadgroup or simdgroup
   uint64_t simd_operations;                           // exchanges, per simdgroup
   uint64_t mmas;                                      // 8x8x8 products, per simdgroup
   uint64_t atomics;                                   // per thread

@@ -75,7 +75,7 @@ void Machine::set_up(Group& group, uint64_t index) {
   group.index = index;
   group.thread_count = group.alive = extent.x * extent.y * extent.z;
   group.simdgroup_count = (group.thread_count + SM_SIMD_WIDTH - 1) / SM_SIMD_WIDTH;
-  group.at_barrier = group.barriers = group.ordered[0] = group.ordered[1] = 0;
+  group.barriers = group.ordered[0] = group.ordered[1] = 0;
   group.busy = group.simdgroup_count == 32 ? ~0u : (1u << group.simdgroup_count) - 1;
   for (uint32_t s = 0; s < group.simdgroup_count; ++s) {
     Simdgroup& simdgroup = group.simdgroups[s];

@@ -75,7 +75,6 @@ struct Group {
   uint32_t thread_count;
   uint32_t simdgroup_count;
   uint32_t alive;
-  uint32_t at_barrier;
   uint32_t busy;        // simdgroups that may have runnable lanes
   uint32_t barriers;    // threadgroup barriers passed
   uint32_t ordered[2];  // numbers of the latest barriers with the flags of device memory and of threadgroup memory

@@ -19,9 +19,8 @@ struct MatrixOperand {
   uint32_t type;         // 0 half, 1 bfloat, 2 float
 };
 
-// The deferred matrix products of a simdgroup, numbered from 0. While products that write to a matrix are pending,
-// results_ holds the matrix's value. When all deposited products have been computed, the values are written to the
-// lanes' memory.
+// The deferred matrix products of a simdgroup, numbered from 0. results_ holds the values of the matrices to which
+// pending products write. Once all deposited products are computed, these values are written to the lanes' memory.
 class MatrixQueue {
  public:
   static constexpr uint32_t kCapacity = 64;

@@ -7,16 +7,14 @@
 namespace softmetal {
 namespace {
 
+constexpr size_t kMostFaults = 16;  // of a launch
+
 std::string position(sm_uint3 p) {
   return "(" + std::to_string(p.x) + "," + std::to_string(p.y) + "," + std::to_string(p.z) + ")";
 }
 
 std::string place(const SourceLine& at) {
   return at.line == 0 ? "an unknown line" : at.file + ":" + std::to_string(at.line);
-}
-
-uint32_t limit(const Launch& launch) {
-  return launch.dispatch->max_faults == 0 ? 16 : launch.dispatch->max_faults;
 }
 
 const char* keep(Launch& launch, const std::string& text) {
@@ -37,7 +35,7 @@ void record(Launch& launch, const sm_thread& thread, const Fault& fault) {
     bool same = known.kind == fault.kind && known.line == at.line && known.line != 0 && at.file == known.file;
     if (same && known.buffer == fault.buffer) return;
   }
-  if (launch.faults.size() >= limit(launch)) {
+  if (launch.faults.size() >= kMostFaults) {
     launch.stopped = launch.stopped || fault.kind < SM_FIRST_WARNING;
     return;
   }

@@ -17,9 +17,9 @@ struct TensorOperands {
 
 extern "C" {
 
-// A matrix is divided into blocks of 16 x 16. A lane holds 8 elements of a block: elements 0 to 3 in row ((lane >> 2) &
-// 4) | ((lane >> 1) & 3), and elements 4 to 7 in the row 8 below. Their columns depend on the layout, with c = ((lane
-// >> 2) & 2) | (lane & 1):
+// A matrix is divided into blocks of 16 x 16. A lane holds 8 elements of a block: four in row
+// ((lane >> 2) & 4) | ((lane >> 1) & 3), and four in the row 8 below. The layout determines the columns of the four.
+// c is ((lane >> 2) & 2) | (lane & 1).
 enum {
   SM_TENSOR_SEEDED = 0,   // like SM_TENSOR_QUADS, but the launch's seed permutes lanes, elements and blocks
   SM_TENSOR_QUADS = 1,    // four neighbours from column 4 c
@@ -45,8 +45,10 @@ enum {
 };
 
 // Adds the product of two blocks to `sum`. Each argument holds the calling lane's 8 elements of a block. All lanes of
-// the simdgroup must reach the call. Without a seed, a sum is fp32 and adds its 16 products in the order of k, each by
-// one fma. A seed chooses another order. For SM_TENSOR_RELAXED, it may also round the operands to 11 significant bits.
+// the simdgroup must reach the call.
+//
+// The sum is fp32. Without a seed, it adds the 16 products in the order of k, each by one fma. A seed chooses another
+// order and, for SM_TENSOR_RELAXED, may round the operands to 11 significant bits.
 void sm_tensor_product(const float* a, const float* b, float* sum, uint32_t options);
 
 }  // extern "C"

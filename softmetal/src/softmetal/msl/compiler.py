@@ -1,8 +1,8 @@
 """Compiles Metal Shading Language text to a shared object for the executor: clang -E, translate.py, clang.
 
-Results are cached by content. The executor's sm_compile calls `main` through server.py. `python -m msl.compiler` does
-the same: it reads source from standard input, and prints the path of the library and of each file that it was made
-from, one per line.
+Results are cached by content. `python -m msl.compiler` reads source from standard input. It prints the path of the
+library and of each file from which the library was made, one per line. The executor's sm_compile calls the same `main`
+through server.py.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Marks products inside sums, so that vector products are fused into multiply-adds like scalar products.
 
-Clang contracts `a * b + c` to a fused multiply-add only within one expression, and only for its built-in types. Our
-vectors are classes, whose operators are functions. The translation therefore changes `a * b + c` to `sm::fuse(a) *
-sm::fuse(b) + c`. For vectors, the operator of the sum then gets both factors (include/softmetal/contraction.h); for
-other types sm::fuse changes nothing. If both operands of a sum are products, the first product is contracted, as in
-clang: in `a * b + c * d`, this is `a * b`.
+Clang contracts `a * b + c` to a fused multiply-add only for its built-in types, but our vectors are classes. The
+translation therefore changes `a * b + c` to `sm::fuse(a) * sm::fuse(b) + c`. With vectors, the operator of the sum then
+gets both factors (include/softmetal/contraction.h). For other types sm::fuse changes nothing.
+
+If both operands of a sum are products, the first one is contracted, as in clang.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class _Scan:
         return last.text in (")", "]", "}", ">") or (last.kind != "mark" and last.text not in _BEFORE_OPERAND)
 
     def _bracketed(self, factor: list[int]) -> int:
-        """Returns the index of the bracket in `(a * b) + c` and `-(a * b) + c`, or -1 for another factor."""
+        """Returns the index of the `(` of a factor in brackets, such as `(a * b)` or `-(a * b)`, and otherwise -1."""
         if len(factor) == 3 and self.code[factor[0]].text in _SIGNS:
             factor = factor[1:]
         return factor[0] if len(factor) == 2 and self.code[factor[0]].text == "(" else -1

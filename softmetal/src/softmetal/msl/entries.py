@@ -19,8 +19,6 @@ class KernelSignature:
     """A kernel as the source defines it."""
 
     parameters: list[Parameter]
-    template: str  # "template <typename T>" or ""
-    max_threads: str
 
 
 @dataclass(slots=True)

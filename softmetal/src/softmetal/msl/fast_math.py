@@ -55,7 +55,7 @@ FLUSHING = (RELAXED, FAST)
 
 
 def varied(seed: int) -> str:
-    """Returns the name of a varied mode (see the top of this file). Seeds 0 to 7 give different modes."""
+    """Returns the name of a varied mode (see the top of this file). Seeds 0 to 7 give the eight different modes."""
     return list(_VARIED)[seed % len(_VARIED)]
 
 

@@ -319,7 +319,6 @@ class _Linter:
     # ---- recursion -------------------------------------------------------------------------------------------------
 
     def _recursion(self) -> None:
-        """Finds recursion among functions without overloads."""
         counts: dict[str, int] = {}
         for function in self.functions:
             counts[function.name] = counts.get(function.name, 0) + 1

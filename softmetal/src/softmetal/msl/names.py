@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .attributes import attribute_end
-from .declarations import function_name, index, take_templates, top, without_attributes
+from .declarations import SPACES, function_name, index, take_templates, top, without_attributes
 from .tokens import CLOSING, SourceError, Token, match_closing, split_commas
 
 _FUNCTION_WORDS = {"kernel", "vertex", "fragment"}
-_SPACE_WORDS = {
-    *("device", "constant", "thread", "threadgroup", "threadgroup_imageblock", "ray_data", "object_data"),
-}
 _AFTER_PARAMETERS = {")", "const", "volatile", "noexcept"}
 
 _ELEMENTS = (
@@ -94,11 +91,10 @@ def _keyword(code: list[Token], i: int, in_brackets: bool) -> Iterator[SourceErr
     follows_word = i + 1 < len(code) and code[i + 1].kind == "word"
     refused = False
     if word in _FUNCTION_WORDS:
-        # After a function specifier, a type or another attribute follows. Anything else means that the word is used as
-        # a name.
+        # A function specifier is followed by a type or by another attribute. Otherwise the word is a name.
         goes_on = follows_word or after == "::" or attribute_end(code, i + 1) >= 0
         refused = in_brackets or not goes_on or before in (".", "->", "::", "*", "&")
-    elif word in _SPACE_WORDS:
+    elif word in SPACES:
         refused = before in (".", "->", "::") or after in (",", ")", "]", "(", "+", "-", "/", "%", ".", "->")
         refused = refused or (after in ("=", ";", ":", "[", "{") and before not in _AFTER_PARAMETERS)
         refused = refused and _text(code, i - 2) != "coherent"

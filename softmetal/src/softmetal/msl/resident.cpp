@@ -1,6 +1,6 @@
-// Keeps a compiler loaded. clang takes 25 ms to load and relocate its libraries, as long as it takes to compile a small
-// kernel. LD_PRELOAD puts this library into the compiler's process, where it runs in place of `main` and forks a
-// process that calls `main` for each request.
+// Keeps a compiler loaded, because clang takes 25 ms to load and relocate its libraries, as long as for a small kernel.
+// LD_PRELOAD puts this library into the compiler's process. There it runs in place of `main`: for each request it forks
+// a process, which calls `main`.
 //
 // A request is a message on the socket that is file descriptor 3: the working directory, the number of arguments, the
 // arguments after the program's name, and the environment, each with a 0 at the end. Four descriptors come with it:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-# in bytes. Linux doubles the number, so it becomes kLongestRequest of resident.cpp. A longer message fails.
+# Half of kLongestRequest in resident.cpp, because Linux doubles the size of a socket's buffer. In bytes.
 _SEND_BUFFER = 1 << 19
 
 
@@ -24,8 +24,8 @@ def _reap(process: int) -> None:
 def _start(compiler: str, library: Path) -> tuple[int, socket.socket | None]:
     """Starts the compiler with the library of resident.cpp. Returns its process id and the socket for requests.
 
-    Returns no socket if the compiler does not load the library and ends. For example, a launcher such as ccache can be
-    a static program.
+    The socket is None if the compiler ends without loading the library, as a static program does (a launcher such as
+    ccache can be one).
 
     Raises:
         FileNotFoundError: the compiler does not exist.

@@ -48,7 +48,6 @@ def _status(arguments: Sequence[str], is_current: bool) -> int:
 
 
 def _answer(request: str, descriptors: Sequence[int], is_current: bool) -> None:
-    """Answers one request in a child process."""
     gc.disable()  # a request ends before garbage collection would save memory
     signal.signal(signal.SIGINT, signal.default_int_handler)
     count, *texts = request.split("\0")

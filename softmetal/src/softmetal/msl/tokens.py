@@ -84,8 +84,11 @@ def join(tokens: list[Token]) -> str:
     return "".join((" " if t.spaced else "") + t.text for t in significant(tokens)).strip()
 
 
-def rewrite_literals(tokens: list[Token]) -> None:
-    """Gives each literal its type in MSL: float without a suffix, half for `h`, bfloat for `bf`."""
+def rewrite_literals(tokens: list[Token], half: str = "f16") -> None:
+    """Gives each literal its type in MSL: float without a suffix, half for `h`, bfloat for `bf`.
+
+    `half` is the suffix of half literals in the language to which the text is translated.
+    """
     for token in tokens:
         if token.kind != "number":
             continue
@@ -94,10 +97,11 @@ def rewrite_literals(tokens: list[Token]) -> None:
         elif token.text[:2] in ("0x", "0X"):
             continue
         elif match := _BFLOAT.match(token.text):
-            token.text = f"bfloat({match['value']}f)"
+            value = match["value"]
+            token.text = f"bfloat({value}f)" if _FLOAT.match(value) else f"bfloat({value})"
         elif match := _HALF.match(token.text):
             value = match["value"]
-            token.text = (value if _FLOAT.match(value) else value + ".0") + "f16"
+            token.text = (value if _FLOAT.match(value) else value + ".0") + half
 
 
 def match_closing(tokens: list[Token], start: int) -> int:

@@ -223,13 +223,13 @@ class Translator:
             template = re.sub(r"\b(device|threadgroup|thread) ?", "", template).replace("constant ", "const ")
         limit = next((a.argument for a in attributes if a.name == "max_total_threads_per_threadgroup"), "0")
         word = header[name].text
-        kernel = KernelSignature(parameters, template, limit)
+        kernel = KernelSignature(parameters)
         if word in self._kernels and _places(self._kernels[word].parameters) != _places(parameters):
             self._unlike.add(word)
         self._kernels[word] = kernel
         if template:
-            # A function template returns the kernel's limit of threads. A variable template would not suffice: several
-            # templates of kernels may have the same name, and only functions can be overloaded.
+            # The kernel's limit of threads is the result of a function and not a variable, because several templates of
+            # kernels may have the same name, and only functions can be overloaded.
             inner.after = f" {template} constexpr unsigned sm_max_threads_{word}() {{ return {limit}; }}"
         else:
             _make_static(header)

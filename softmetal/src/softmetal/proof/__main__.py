@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator
 
 from . import (
     attention,
-    blocks,
-    convolution,
     elementwise,
     gathered,
     matmul,
@@ -28,7 +26,7 @@ from .mistakes import MISTAKES, Mistake
 
 def all_cases() -> list[Case]:
     """Returns the cases of all families."""
-    families = (quantized, matmul, attention, rows, elementwise, vectors, gathered, blocks, convolution, tensors)
+    families = (quantized, matmul, attention, rows, elementwise, vectors, gathered, tensors)
     return [case for family in families for case in family.cases()]
 
 

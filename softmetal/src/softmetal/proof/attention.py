@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
-from .case import Array, Case, Launch, outputs, stored
+from .case import Array, Case, Generator, Launch, Launches, outputs, stored
 
-Generator = np.random.Generator
 _TILED_HEADERS = ("steel/attn/kernels/steel_attention.h",)
 _WORDS = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}
 _OFF: dict[str, bool | int] = dict.fromkeys(
@@ -20,7 +19,7 @@ _OFF: dict[str, bool | int] = dict.fromkeys(
 _HEADS_PER_SIMDGROUP = 8
 
 
-def _vector_launches(name: str, size: int, queries: int) -> Callable[[Generator], list[Launch]]:
+def _vector_launches(name: str, size: int, queries: int) -> Launches:
     def launches(rng: Generator) -> list[Launch]:
         found = []
         for n in (77, 130):
@@ -36,7 +35,7 @@ def _vector_launches(name: str, size: int, queries: int) -> Callable[[Generator]
 
 
 def _steel_attention_launches(name: str, tile: tuple[int, ...], q_length: int, k_length: int
-                              ) -> Callable[[Generator], list[Launch]]:  # fmt: skip
+                              ) -> Launches:  # fmt: skip
     def launches(rng: Generator) -> list[Launch]:
         BQ, BK, D, WM = tile
         heads, kv_heads = 2, 1
@@ -73,7 +72,7 @@ def _attention() -> Iterator[Case]:
 
 
 def _first_pass_launches(name: str, size: int, queries: int, shared: int, blocks: int, masked: bool
-                         ) -> Callable[[Generator], list[Launch]]:  # fmt: skip
+                         ) -> Launches:  # fmt: skip
     """Returns launches that compute a partial result for each block of keys.
 
     `shared` query heads use the same key head.
@@ -101,7 +100,7 @@ def _first_pass_launches(name: str, size: int, queries: int, shared: int, blocks
     return launches
 
 
-def _second_pass_launches(name: str, size: int, blocks: int) -> Callable[[Generator], list[Launch]]:
+def _second_pass_launches(name: str, size: int, blocks: int) -> Launches:
     def launches(rng: Generator) -> list[Launch]:
         heads, queries = 3, 2
         shape = (heads, queries, blocks)

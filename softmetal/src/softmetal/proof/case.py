@@ -16,15 +16,17 @@ from .air.compiler import load
 from .mistakes import Mistake, mistaken
 
 Array = npt.NDArray[Any]
+Generator = np.random.Generator
+Launches = Callable[[Generator], list["Launch"]]
 KERNELS = "mlx/backend/metal/kernels"
 _PREAMBLE = "#include <metal_stdlib>\nusing namespace metal;\n"
-# Number of template instances that are compiled together. A larger batch parses the headers less often, but if only one
-# case is needed, more instances are compiled in vain.
+# Number of template instances that are compiled together. A larger batch parses the headers less often, but a run of
+# one case then compiles more instances in vain.
 _BATCH = 10
 
-# Both maps have MLX's names of element types as keys. FLOATS has Metal's names. STORAGE has NumPy's types; for bfloat,
-# it is the type of the bits.
+# MLX's name of an element type -> Metal's name
 FLOATS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
+# MLX's name of an element type -> NumPy's type. A bfloat is stored as its bits.
 STORAGE: dict[str, type] = {
     **{"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "bool_": np.bool_},
     **{f"{u}int{n}": getattr(np, f"{u}int{n}") for u in ("", "u") for n in (8, 16, 32, 64)},
@@ -38,13 +40,13 @@ def to_bfloat(x: Array) -> Array:
 
 
 def stored(x: Array, name: str) -> Array:
-    """Converts numbers to an array of the type with this name."""
+    """Rounds numbers to an element type, and returns them as the kernel stores them. `name` is MLX's name of the type."""
     with np.errstate(over="ignore"):
         return to_bfloat(x) if name == "bfloat16" else x.astype(STORAGE[name])
 
 
 def numbers(array: Array, name: str) -> Array:
-    """Converts an array of the type with this name to double precision."""
+    """Returns in double precision the numbers that `stored` made."""
     if name == "bfloat16":
         array = (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float64)
@@ -73,7 +75,7 @@ class Case:
     kernel: str
     headers: tuple[str, ...]
     instance: str
-    launches: Callable[[np.random.Generator], list[Launch]]
+    launches: Launches
     constants: tuple[tuple[str, bool | int], ...] = ()
     wheel: str = libraries.MLX
     verify: Callable[[Launch, Sequence[Any]], str] | None = None
@@ -160,8 +162,8 @@ def _compiled(
     lines = [f'#include "{KERNELS}/{h}"' for h in ("utils.h", *headers)]
     lines += [f'template [[host_name("{i}")]] [[kernel]] decltype({i}) {i};' for i in instances]
     return device.compile(
-        # The cache identifies a compiled library by its source text. A deliberate mistake changes only a header or the
-        # flags, so its name is added to the text.
+        # The cache identifies a compiled library by its source text. A deliberate mistake does not change the text, so
+        # the mistake's name is added to it.
         _PREAMBLE + "\n".join([*lines, f"// {mistake.name}" if mistake else ""]),
         constants=dict(constants),
         include_paths=[str(libraries.mlx_include(wheel))],

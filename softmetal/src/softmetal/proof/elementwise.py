@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
-from .case import FLOATS, STORAGE, Array, Case, Launch, outputs, stored
+from .case import FLOATS, STORAGE, Array, Case, Generator, Launch, outputs, stored
 
-Generator = np.random.Generator
-Launches = Callable[[Generator], list[Launch]]
 _COUNT = 1001  # not a multiple of any threadgroup's size
 _METAL = {**FLOATS, "bool_": "bool", **{f"{u}int{n}": f"{u}int{n}_t" for u in ("", "u") for n in (8, 16, 32, 64)}}
 _UNARY = (

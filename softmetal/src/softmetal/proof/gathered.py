@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from .case import FLOATS, Array, Case, Launch, outputs, stored
+from .case import FLOATS, Array, Case, Generator, Launch, Launches, outputs, stored
 from .quantized import AFFINE_HEADERS, FP_HEADERS, TYPES, Format
 
-Generator = np.random.Generator
-Launches = Callable[[Generator], list[Launch]]
 _AFFINE, _MXFP4, _NVFP4 = Format("affine", 64, 4), Format("mxfp4", 32, 4), Format("nvfp4", 16, 4)
 EXPERTS, _LEFT, _CHOSEN = 3, 2, 4  # matrices, batches of x, products
 _GEMV_HEADERS = ("steel/utils.h", "gemv.h")

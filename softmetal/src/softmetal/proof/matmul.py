@@ -1,20 +1,21 @@
-"""Cases of MLX's kernels gemv and steel GEMM (fused, and split over K)."""
+"""Cases of MLX's kernels gemv and steel GEMM: fused, split over K, and with segments of K."""
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from .case import FLOATS, Case, Launch, outputs, stored
+from .case import FLOATS, Case, Generator, Launch, Launches, outputs, stored
 
-Generator = np.random.Generator
 _NOTHING = np.zeros(4, np.int64)
 _GEMV_HEADERS = ("steel/utils.h", "gemv.h")
 _STEEL_HEADERS = ("steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_fused.h")
 _SPLIT_HEADERS = ("steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_splitk.h")
+_SEGMENT_HEADERS = ("steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_segmented.h")
 _TILES = ((64, 64, 16, 2, 2), (64, 64, 16, 1, 2), (64, 32, 32, 2, 2), (32, 64, 16, 1, 2), (32, 32, 16, 2, 2),
           (64, 32, 8, 4, 1))  # fmt: skip
 
@@ -24,7 +25,7 @@ def flag(value: bool) -> str:
 
 
 def _gemv_launches(name: str, tile: tuple[int, ...], axpby: bool, turned: bool,
-                   sizes: list[tuple[int, int]]) -> Callable[[Generator], list[Launch]]:  # fmt: skip
+                   sizes: list[tuple[int, int]]) -> Launches:  # fmt: skip
     """Returns launches of gemv. `sizes` has pairs (outputs, inputs).
 
     A threadgroup has BM x BN simdgroups of SM x SN threads, and a thread multiplies TM x TN elements of the matrix at a
@@ -80,13 +81,13 @@ def _leading(M: int, N: int, K: int, turned: str) -> tuple[int, int]:
 
 
 def steel_constants(tile: tuple[int, ...], shape: tuple[int, int, int], source: bool) -> tuple[tuple[str, bool], ...]:
-    """Returns the function constants of a product: which sizes are multiples of the tile's, and whether C is added."""
+    """Returns the function constants of a product: whether tiles divide M, N and K, and whether C is added (`source`)."""
     aligned = {f"align_{d}": s % t == 0 for d, s, t in zip("MNK", shape, tile[:3], strict=True)}
     return tuple({"has_batch": False, "use_out_source": source, "do_axpby": source, **aligned}.items())
 
 
 def steel_products(name: str, tile: tuple[int, ...], turned: str, shape: tuple[int, int, int],
-                    source: bool) -> Callable[[Generator], list[Launch]]:  # fmt: skip
+                    source: bool) -> Launches:  # fmt: skip
     def launches(rng: Generator) -> list[Launch]:
         M, N, K = shape
         BM, BN, BK, WM, WN = tile
@@ -103,7 +104,7 @@ def steel_products(name: str, tile: tuple[int, ...], turned: str, shape: tuple[i
 
 
 def _steel() -> Iterator[Case]:
-    # Sizes that are multiples of the tile's, and other sizes. One case of each type adds a third matrix.
+    # Tiles divide the sizes of "nt", and do not divide the others. The cases with "tn" add a third matrix.
     shapes = {"nn": (100, 72, 50), "nt": (64, 128, 64), "tn": (45, 33, 40), "tt": (70, 40, 100)}
     for name, metal in FLOATS.items():
         for turned, shape in shapes.items():
@@ -120,9 +121,7 @@ def _steel() -> Iterator[Case]:
                 )
 
 
-def split_products(
-    name: str, turned: str, shape: tuple[int, int, int], tile: int, size: int
-) -> Callable[[Generator], list[Launch]]:
+def split_products(name: str, turned: str, shape: tuple[int, int, int], tile: int, size: int) -> Launches:
     """Returns launches of a product in two parts: `size` k, and the remaining k.
 
     A threadgroup computes tile x tile outputs.
@@ -154,7 +153,48 @@ def _split() -> Iterator[Case]:
             )
 
 
+def segment_products(
+    name: str,
+    turned: str,
+    tile: tuple[int, ...],
+    contiguous: bool,
+    shape: tuple[int, int] = (45, 70),
+    bounds: tuple[int, ...] = (0, 37, 37, 90),
+    segments_first: bool = False,
+) -> Launches:
+    """Returns launches of M x N products, one for each segment of K between two neighboring numbers of `bounds`.
+
+    The grid's axes are columns, rows and segments. With `segments_first` they are segments, columns and rows.
+    """
+    (M, N), K = shape, bounds[-1]
+
+    def launches(rng: Generator) -> list[Launch]:
+        a, b = _operands(rng, name, M, N, K, turned)
+        pairs = [k for pair in itertools.pairwise(bounds) for k in pair]
+        segments = np.array(pairs if contiguous else bounds, np.uint32)
+        count, tiles = len(bounds) - 1, (-(-N // tile[1]), -(-M // tile[0]))
+        params = struct.pack("8iqqqiii4x", M, N, K, *_leading(M, N, K, turned), N, *tiles, 0, 0, M * N, 0, 0, 1)
+        buffers = [a, b, segments, outputs((count, M, N), name), params]
+        groups = (count, *tiles) if segments_first else (*tiles, count)
+        return [Launch(f"M {M} N {N} K {bounds}", buffers, (32, tile[4], tile[3]), groups=groups)]
+
+    return launches
+
+
+def _segmented() -> Iterator[Case]:
+    tile = (32, 32, 16, 2, 2)
+    for name, metal in FLOATS.items():
+        for turned, contiguous in (("nn", True), ("nt", False), ("tn", True), ("tt", False)):
+            constants = {"segments_contiguous": contiguous, "align_M": False, "align_N": False}
+            yield Case("segmented", f"steel_segmented_mm_{turned}_{name}_{name}_" + "bm{}_bn{}_bk{}_wm{}_wn{}".format(*tile),
+                       _SEGMENT_HEADERS,
+                       f"segmented_mm<{metal}, {', '.join(map(str, tile))}, {flag(turned[0] == 't')}, "
+                       f"{flag(turned[1] == 't')}>", segment_products(name, turned, tile, contiguous),
+                       tuple(constants.items()))  # fmt: skip
+
+
 def cases() -> Iterator[Case]:
     yield from _gemv()
     yield from _steel()
     yield from _split()
+    yield from _segmented()

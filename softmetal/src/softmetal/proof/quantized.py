@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .case import Array, Case, Launch, numbers, outputs, stored
+from .case import Array, Case, Generator, Launch, Launches, numbers, outputs, stored
 
 AFFINE_HEADERS = ("steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
 FP_HEADERS = ("steel/gemm/gemm.h", "quantized_utils.h", "fp_quantized.h")
 TYPES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t"}
 _NOTHING = np.zeros(4, np.int64)  # for an argument that the kernel does not read in this case
-Generator = np.random.Generator
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,9 @@ class Format:
         return [words, rng.integers(middle - 8, middle + 4, groups).astype(np.uint8), np.float32([0.75])]
 
     def values(self, words: Array, scales: Array, biases: Array, name: str) -> tuple[Array, Array]:
-        """Decodes the result of `weights`. Returns exact values, and the magnitude of the rounded intermediate numbers.
+        """Decodes the arrays that `weights` made. Returns the values, and the magnitudes that bound their rounding errors.
 
-        `biases` may be a global scale. Kernels without a global scale do not read it.
+        For the floating formats, `biases` is the global scale, and these values leave it out.
         """
         bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").reshape(words.shape[0], -1, self.bits)
         codes = bits @ (1 << np.arange(self.bits))
@@ -73,7 +72,7 @@ def _batch(form: Format) -> list[Any]:
 
 
 def vector_products(form: Format, name: str, shapes: list[tuple[int, int, int]], columns: int, *, has_global: bool = True,
-             turned: bool = False) -> Callable[[Generator], list[Launch]]:  # fmt: skip
+             turned: bool = False) -> Launches:  # fmt: skip
     """Returns launches of products with few rows. A shape is (M, N, K). A threadgroup computes `columns` outputs."""
 
     def launches(rng: Generator) -> list[Launch]:
@@ -88,7 +87,7 @@ def vector_products(form: Format, name: str, shapes: list[tuple[int, int, int]],
     return launches
 
 
-def _quads(form: Format, name: str, K: int) -> Callable[[Generator], list[Launch]]:
+def _quads(form: Format, name: str, K: int) -> Launches:
     def launches(rng: Generator) -> list[Launch]:
         found = []
         for M, N in ((1, 64), (3, 88)):
@@ -102,7 +101,7 @@ def _quads(form: Format, name: str, K: int) -> Callable[[Generator], list[Launch
 
 
 def wide_products(form: Format, name: str, vectors: int, lanes: int, shapes: list[tuple[int, int, int]]
-                  ) -> Callable[[Generator], list[Launch]]:  # fmt: skip
+                  ) -> Launches:  # fmt: skip
     """Returns launches of products in which a threadgroup computes `vectors` rows. A shape is (M, N, K)."""
 
     def launches(rng: Generator) -> list[Launch]:
@@ -120,7 +119,7 @@ def wide_products(form: Format, name: str, vectors: int, lanes: int, shapes: lis
 
 def matrix_products(form: Format, name: str, shapes: list[tuple[int, int, int]], *, turned: bool,
               has_global: bool = True, tile: tuple[int, int] = (32, 32)
-              ) -> Callable[[Generator], list[Launch]]:  # fmt: skip
+              ) -> Launches:  # fmt: skip
     """Returns launches of a product by tiles of BM x BN. If `turned`, the weight is N x K."""
 
     def launches(rng: Generator) -> list[Launch]:
@@ -136,7 +135,7 @@ def matrix_products(form: Format, name: str, shapes: list[tuple[int, int, int]],
     return launches
 
 
-def _split(form: Format, name: str) -> Callable[[Generator], list[Launch]]:
+def _split(form: Format, name: str) -> Launches:
     def launches(rng: Generator) -> list[Launch]:
         found = []
         for M, N, K, parts in ((7, 64, 256, 2), (40, 32, 384, 3)):
@@ -154,7 +153,7 @@ def _split(form: Format, name: str) -> Callable[[Generator], list[Launch]]:
     return launches
 
 
-def _conversions(form: Format, name: str, rows: int, *, back: bool) -> Callable[[Generator], list[Launch]]:
+def _conversions(form: Format, name: str, rows: int, *, back: bool) -> Launches:
     """Returns launches that quantize, or that dequantize if `back` is true."""
 
     def launches(rng: Generator) -> list[Launch]:

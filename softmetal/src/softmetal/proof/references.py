@@ -18,9 +18,8 @@ import torch
 from .. import device
 from . import libraries
 from .air.compiler import load
-from .case import Array, Launch, numbers, outputs, run, stored
+from .case import Array, Generator, Launch, numbers, outputs, run, stored
 
-Generator = np.random.Generator
 EPS = 2.0**-23
 UNIT = {"float32": EPS, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # relative spacing of a type's numbers
 TORCH_NAMES = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}

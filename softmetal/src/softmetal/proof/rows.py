@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from .case import FLOATS, STORAGE, Array, Case, Launch, outputs, stored
+from .case import FLOATS, STORAGE, Array, Case, Generator, Launch, Launches, outputs, stored
 
-Generator = np.random.Generator
-Launches = Callable[[Generator], list[Launch]]
 _NOTHING = np.zeros(4, np.int64)
 _INTEGERS = {"int32": "int32_t", "int64": "int64_t", "uint8": "uint8_t", "int16": "int16_t"}
 _TYPES = {**FLOATS, **_INTEGERS, "bool_": "bool"}

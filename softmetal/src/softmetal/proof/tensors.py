@@ -16,11 +16,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from .blocks import segments
-from .case import FLOATS, Array, Case, Launch, numbers
+from .case import FLOATS, Array, Case, Generator, Launch, Launches, numbers
 from .gathered import EXPERTS, gathered_products, sorted_products, sorted_steel
 from .libraries import MLX_WITH_TENSORS
-from .matmul import flag, split_products, steel_constants, steel_products
+from .matmul import flag, segment_products, split_products, steel_constants, steel_products
 from .quantized import TYPES, Format, matrix_products
 from .references import EPS, UNIT, Expected, error_of, product_bound
 
@@ -142,10 +141,7 @@ def _dense_parts() -> Iterator[Case]:
 
 
 def _segmented() -> Iterator[Case]:
-    """Yields products of three segments, of which the second is empty.
-
-    If a step has 64 k, the grid's first axis counts the segments.
-    """
+    """Yields products of three segments, of which the second is empty."""
     bounds = (0, 256, 256, 328)
     for name, metal in FLOATS.items():
         for turned, k, whole, contiguous in (("nn", 64, True, True), ("nt", 64, False, False), ("tn", 128, False, True),
@@ -157,17 +153,17 @@ def _segmented() -> Iterator[Case]:
                 _SEGMENT_HEADERS,
                 f"segmented_mm_nax<{metal}, {', '.join(map(str, tile))}, {flag(turned[0] == 't')}, "
                 f"{flag(turned[1] == 't')}, float>",
-                segments(name, turned, tile, contiguous, shape, bounds, segments_first=k == 64),
+                segment_products(name, turned, tile, contiguous, shape, bounds, segments_first=k == 64),
                 (("segments_contiguous", contiguous), ("align_M", whole), ("align_N", whole)),
                 MLX_WITH_TENSORS,
                 partial(_verify, _segmented_product, name, turned, bounds),
             )
 
 
-def _in_a_row(launches: Callable[[np.random.Generator], list[Launch]]) -> Callable[[np.random.Generator], list[Launch]]:
-    """Numbers threadgroups along one axis, as the kernels of tensor units expect for products in parts."""
+def _in_a_row(launches: Launches) -> Launches:
+    """Changes the launches to a grid with one axis, as the kernels of tensor units expect for products in parts."""
 
-    def flattened(rng: np.random.Generator) -> list[Launch]:
+    def flattened(rng: Generator) -> list[Launch]:
         return [
             replace(launch, groups=(math.prod(cast(tuple[int, ...], launch.groups)), 1, 1)) for launch in launches(rng)
         ]

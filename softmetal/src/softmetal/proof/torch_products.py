@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from . import libraries
-from .case import Array, Launch, outputs, stored
+from .case import Array, Generator, Launch, outputs, stored
 from .references import TORCH_NAMES, Expected, Reference, numbers, product_bound
 
-Generator = np.random.Generator
 _COLUMNS = 64  # columns of a tile of grouped_mm
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
-from .case import FLOATS, Case, Launch, outputs, stored
+from .case import FLOATS, Case, Generator, Launch, Launches, outputs, stored
 
-Generator = np.random.Generator
 _SIZES = (16384 + 4099, 77)
 _RADICES = (13, 11, 8, 7, 6, 5, 4, 3, 2)
 # Size of a transform -> (radix -> number of steps, elements that one thread computes).
 _TRANSFORMS = {63: ({7: 1, 3: 2}, 7), 90: ({5: 1, 3: 2, 2: 1}, 5), 256: ({4: 4}, 4), 143: ({13: 1, 11: 1}, 11)}
 
 
-def _dot_launches(name: str) -> Callable[[Generator], list[Launch]]:
+def _dot_launches(name: str) -> Launches:
     def launches(rng: Generator) -> list[Launch]:
         found = []
         for size in _SIZES:

@@ -32,9 +32,8 @@ SOFTMETAL_EXPORT void softmetal_clear(void);    // clears faults and records
 // that message.
 typedef void (*softmetal_compile_hook)(int is_pipeline, const char* text, char* error, size_t capacity);
 SOFTMETAL_EXPORT void softmetal_set_compile_hook(softmetal_compile_hook hook);  // null: none
-// Makes one mps allocation fail, after the next `count` allocations have succeeded. A negative `count` means that none
-// fails. Returns the remaining `count` of the previous call. A negative result means that the failure of the previous
-// call has happened.
+// Makes one mps allocation fail, after `count` that succeed; a negative `count` cancels this. Returns what was left of
+// the previous call's count: negative if its failure has happened.
 SOFTMETAL_EXPORT int64_t softmetal_fail_allocation(int64_t count);
 // Makes the next command buffer with commands end with an error of MTLCommandBufferErrorDomain instead of running. An
 // empty message cancels this.

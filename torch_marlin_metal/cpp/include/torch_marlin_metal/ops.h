@@ -38,7 +38,8 @@ c10::TypedOperatorHandle<Function> find(const char* name) {
 
 }  // namespace detail
 
-// Returns a [..., K] times the weight, plus bias [N], in a's dtype: [..., N]. `activations` may be "int8" on the CPU.
+// Returns `a @ weight + bias`, [..., N] in the dtype of `a`, for a [..., K] and bias [N]. `activations` may be "int8"
+// on the CPU.
 inline at::Tensor gemm(const at::Tensor& a, const Weight& weight, const std::optional<at::Tensor>& bias = {},
                        std::string_view variant = "auto", std::optional<std::string_view> activations = {}) {
   using detail::OptionalTensor;

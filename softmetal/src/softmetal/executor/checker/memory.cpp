@@ -158,7 +158,7 @@ void Checker::bind_buffers() {
       set_usable(start, bytes, true);
       std::memcpy(start, bound[i].low, bytes);
     }
-    auto region = std::make_unique<Region>(start, bytes, false, !is_const, 4u);
+    auto region = std::make_unique<Region>(start, bytes, false, !is_const);
     region->is_const = is_const;
     region->host = bound[i].low;
     for (size_t j = i; j < end && region->host_initialised == nullptr; ++j) {
@@ -191,7 +191,7 @@ void Checker::bind_threadgroup_memory(uint32_t concurrent) {
       uint32_t place = g * kArraysPerGroup + array;
       char* start = reinterpret_cast<char*>(middle(threadgroup_base, kThreadgroupShift, place));
       set_usable(start, bytes, true);
-      threadgroup_[place] = std::make_unique<Region>(start, bytes, true, true, 4u);
+      threadgroup_[place] = std::make_unique<Region>(start, bytes, true, true);
       return threadgroup_[place].get();
     };
     for (uint32_t i = 0; i < launch_.kernel->argument_count; ++i) {

@@ -42,14 +42,13 @@ Pages& Pages::operator=(Pages&& other) noexcept {
   return *this;
 }
 
-Region::Region(char* start, uint64_t bytes, bool is_threadgroup, bool is_tracked, uint32_t first_granule)
+Region::Region(char* start, uint64_t bytes, bool is_threadgroup, bool is_tracked)
     : start(start),
       bytes(bytes),
       is_threadgroup(is_threadgroup),
       is_tracked(is_tracked),
-      granule(first_granule),
       flags(bytes, is_sparse()),
-      cells_(is_tracked ? (bytes / first_granule + 1) * sizeof(Cell) : 0, is_sparse()) {}
+      cells_(is_tracked ? (bytes / granule + 1) * sizeof(Cell) : 0, is_sparse()) {}
 
 namespace {
 

@@ -70,13 +70,13 @@ struct Binding {
 inline constexpr uint64_t kSparseBytes = 1u << 28;
 
 struct Region {
-  Region(char* start, uint64_t bytes, bool is_threadgroup, bool is_tracked, uint32_t first_granule);
+  Region(char* start, uint64_t bytes, bool is_threadgroup, bool is_tracked);
 
   // Returns the cells of [offset, offset + bytes), one cell for each granule. If the access is smaller than a granule
   // or crosses its border, the granules are made smaller first.
   Cell* cells(uint64_t offset, uint32_t bytes, uint32_t* count);
-  // Returns the cells of the atomic accesses to the granules from this offset on. These cells exist only after the
-  // first atomic access. If they do not exist, the function makes them if `make` is true, and otherwise returns null.
+  // Returns the cells of the atomic accesses to the granules from this offset on. They exist only after the first
+  // atomic access. Before it, the function makes them if `make` is true, and otherwise returns null.
   AtomicCell* atomic_cells(uint64_t offset, bool make);
   void forget();  // marks all bytes as unwritten, for a new threadgroup
   // Sets bits in the flags of a range of bytes. Returns whether all bytes were written before.
@@ -99,7 +99,7 @@ struct Region {
   bool is_const = false;          // the kernel must not store here
   bool is_tracked;                // accesses of several threads may conflict here
   bool is_written = false;        // in this launch
-  uint32_t granule;               // bytes per cell
+  uint32_t granule = 4;           // bytes per cell
   std::vector<Binding> bindings;  // buffer slots that are bound to this region of device memory
   char* host = nullptr;  // the host's memory of this region; equal to `start` if the kernel uses the host's addresses
   // The host's flags of written bytes, starting at `host`. Null means that all bytes are written.

@@ -34,7 +34,7 @@ std::string text(uintptr_t value, const Type& type) {
 }
 
 void report_here(uint32_t kind, bool is_fatal, const void* code, const std::string& what) {
-  if (sm_self == nullptr) return;  // outside GPU threads, while the library is loaded
+  if (sm_self == nullptr) return;  // an initializer that runs while the library is loaded, and not a GPU thread
   softmetal::report(Machine::current(), Fault{kind, is_fatal, code, what});
 }
 

@@ -153,8 +153,8 @@ extern "C" int sm_compile(const sm_compile_request* request, char** path_or_erro
     *path_or_error = strdup(path.c_str());
     return 0;
   }
-  // Adds the folder with the headers of tensors. The folder is not part of the memo's name. Instead, the memo lists
-  // each of these headers that the source includes, so a changed header makes the memo invalid.
+  // The folder with the headers of tensors is not part of the memo's name. The memo lists the headers that the source
+  // includes, so a changed header makes the memo invalid.
   arguments.insert(arguments.end(), {"--include", home() + "/msl/tensor/include"});
   Answer answer = run_compiler(place, arguments, input);
   std::vector<std::string> lines = lines_of(answer.output);

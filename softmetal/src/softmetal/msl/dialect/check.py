@@ -17,6 +17,7 @@ from .signatures import check_signatures
 
 _HERE = Path(__file__).resolve().parent
 _INCLUDE = _HERE / "include"
+_SHARED = [_HERE.parent / "include" / "softmetal" / name for name in ("constants.h", "internal_names.h", "traits.h")]
 # Features of OpenCL that are disabled because Metal lacks them. Without the first feature, a variable at program scope
 # must be constant, as in Metal. The generic address space is enabled, because without it clang finds no constructor
 # that copies a struct.
@@ -33,7 +34,7 @@ _FLAGS = (
 
 def files() -> list[Path]:
     """Returns the files on which the check depends."""
-    return sorted([*_HERE.glob("*.py"), *_INCLUDE.glob("*.h")])
+    return sorted([*_HERE.glob("*.py"), *_INCLUDE.glob("*.h"), *_SHARED])
 
 
 @functools.cache

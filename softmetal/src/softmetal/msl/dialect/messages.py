@@ -55,8 +55,8 @@ _OF_THE_DIALECT = (
         r"^invalid operands to binary expression \('[^']*\*[^']*'(?: \(aka '[^']*'\))? and '[^'*]*'(?: \(aka '[^'*]*'\))?\)",
         "",
     ),
-    # In C++14, clang accepts some C++17 constructs with a warning. It does not accept deduced class arguments and auto
-    # parameters.
+    # In C++14, clang accepts most C++17 constructs with a warning. It refuses deduced class arguments and auto
+    # parameters, so messages about these two are kept.
     (r"^(?!class template argument|non-type template).* incompatible with C\+\+ standards before C\+\+17", ""),
 )
 _SPACES = (
@@ -99,7 +99,6 @@ class Messages:
 
     errors: list[str] = field(default_factory=list)
     all: int = 0
-    left_out: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -136,7 +135,6 @@ def read_messages(output: str) -> Messages:
         result.all += 1
         follows = lacks_bool and re.search(_FOLLOWS, "\n".join([group.text, *group.notes]))
         if follows or _is_of_the_dialect(group):
-            result.left_out.append(f"{group.place}: {group.text}")
             continue
         message = f"{group.place}: error: {_in_metal(group)}"
         if message not in result.errors:

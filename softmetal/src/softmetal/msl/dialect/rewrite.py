@@ -5,10 +5,8 @@ The text is only used to check types and address spaces. No code is generated fr
 
 from __future__ import annotations
 
-import re
-
 from ..attributes import attribute_end, take_attributes
-from ..tokens import Token, significant
+from ..tokens import Token, rewrite_literals, significant
 from .structure import Structure
 from .vectors import rewrite_vectors
 
@@ -31,14 +29,13 @@ _FOREIGN = {
 }
 _ACCESS = {"private"}  # words that are access specifiers, too
 RENAMED = "sm_word_"
-_FLOAT = re.compile(r"(?:0[xX][0-9a-fA-F.]*[pP][+-]?\d+|(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)$")
-_BFLOAT = re.compile(r"(?P<value>[\d.](?:[eE][+-]|[\w.])*?)(?:bf|BF)$")
-_HALF = re.compile(r"(?P<value>\d+)[hH]$")
 
 
 def to_opencl(tokens: list[Token]) -> str:
     """Returns the text in the dialect. Changes the tokens, which are preprocessed text, in place."""
-    _literals(tokens)
+    # Clang's -cl-single-precision-constant does not suffice: in a template, a literal next to a value of a dependent
+    # type remains double (clang 19).
+    rewrite_literals(tokens, half="h")
     code = significant(tokens)
     structure = Structure(code)
     rewrite_vectors(code, structure.in_function)
@@ -47,25 +44,6 @@ def to_opencl(tokens: list[Token]) -> str:
         if token.kind == "word":
             _word(code, i)
     return "".join(t.text for t in tokens)
-
-
-def _literals(tokens: list[Token]) -> None:
-    """Gives each literal its type in MSL, where a floating literal without a suffix is float.
-
-    Clang's -cl-single-precision-constant does not suffice: in a template, a literal next to a value of a dependent type
-    remains double (clang 19).
-    """
-    for token in tokens:
-        if token.kind != "number":
-            continue
-        if _FLOAT.match(token.text):
-            token.text += "f"
-        elif token.text[:2] not in ("0x", "0X"):
-            if found := _BFLOAT.match(token.text):
-                value = found["value"]
-                token.text = f"bfloat({value}f)" if _FLOAT.match(value) else f"bfloat({value})"
-            elif found := _HALF.match(token.text):
-                token.text = f"{found['value']}.0h"
 
 
 def _strip_attributes(code: list[Token]) -> None:

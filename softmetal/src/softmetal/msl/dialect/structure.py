@@ -201,8 +201,7 @@ class Structure:
                     for token in part[i : i + 4]:
                         token.text = ""
                     part[0].text = f"metal::sm_function<{part[0].text}"
-                    # The text of the closing bracket's token changes. This token must therefore not be counted as a
-                    # bracket: "( ".
+                    # The space in "( " keeps this token from being counted as a bracket.
                     part[i + 4].text = "( "
                     part[closing].text = f")>& {name}"
                     break

@@ -1,10 +1,10 @@
-// The air.* functions that Apple's Metal compiler calls, on clang's built-in types. Kernels compiled by Apple call
-// these functions, and kernels compiled by us call msl/include. A comparison of the two compiled forms of a kernel
-// therefore also compares these two libraries. For this reason the two libraries are written independently:
-// conversions, integer functions, shuffles and folds share no code. Functions without an exact result are shared
-// (metal_math), because a comparison of their last bits would show nothing: Apple's back end chooses these bits. The
-// executor's exchange between lanes and its matrix product are also shared. Include this file after metal_stdlib and
-// thunk.h.
+// The air.* functions that Apple's Metal compiler calls, on clang's built-in types. Include this file after
+// metal_stdlib and thunk.h.
+//
+// Kernels compiled by Apple call these functions, and kernels compiled by us call msl/include. So that a comparison of
+// the two compiled forms also compares the two libraries, conversions, integer functions, shuffles and folds share no
+// code. Functions without an exact result (metal_math) are shared, because Apple's back end chooses their last bits.
+// The executor's exchange between lanes and its matrix product are shared, too.
 #pragma once
 
 #define AIR_FUNCTION inline __attribute__((always_inline))

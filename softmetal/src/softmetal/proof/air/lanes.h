@@ -152,8 +152,8 @@ template <class T>
 struct pair {
   T data, fill;
 };
-// A run is `modulo` neighboring lanes. If the source lane is in the caller's run, the result is its data. Otherwise it
-// is the fill value of the lane in the caller's run that is one run away from the source lane.
+// A run is `modulo` neighboring lanes. If the source lane is in the caller's run, the result is its data. Otherwise the
+// result is the fill value of the lane at the source lane's place in the caller's run.
 template <class T>
 AIR_FUNCTION SM_CONVERGENT T simd_shuffle_and_fill_up(T data, T fill, u16 delta, u16 modulo) {
   const uint32_t me = lane(), place = me % modulo;

@@ -15,7 +15,6 @@ from pathlib import Path
 
 MAGIC = b"MTLB"
 BITCODE_WRAPPER = 0x0B17C0DE
-KERNEL = 2  # TYPE of a compute function
 _HEADER = struct.Struct("<4s3H2B2HQ8Q")
 
 
@@ -25,15 +24,12 @@ class MetallibError(ValueError):
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the library: its name and kind, and the place and hash of its bitcode."""
+    """A function of the library: its name, and the place and hash of its bitcode."""
 
     name: str
-    kind: int
     offset: int
     size: int
     sha256: bytes
-    air_version: tuple[int, int]
-    language_version: tuple[int, int]
 
 
 class Metallib:
@@ -98,15 +94,11 @@ class Metallib:
             at += 6 + length
 
     def _function(self, tags: dict[str, bytes]) -> Function:
-        air_major, air_minor, language_major, language_minor = struct.unpack("<4H", tags["VERS"])
         return Function(
             name=tags["NAME"].rstrip(b"\0").decode(),
-            kind=tags["TYPE"][0],
             offset=self._bitcode + struct.unpack("<3Q", tags["OFFT"])[2],
             size=int.from_bytes(tags["MDSZ"], "little"),
             sha256=tags["HASH"],
-            air_version=(air_major, air_minor),
-            language_version=(language_major, language_minor),
         )
 
 

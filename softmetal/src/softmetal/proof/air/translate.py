@@ -163,7 +163,7 @@ class Translation:
         return [a for a in self._info.arguments if not a.builtin]
 
     def _gates(self, initialisers: list[str]) -> str:
-        """Adds code after the module's initializers: it removes arguments whose function constant is false."""
+        """Returns the module's initializers, and one that marks arguments absent whose function constant is false."""
         lines = [f"define internal void @sm_gates() #{_OURS} {{"]
         for i, a in enumerate(self._memory_arguments()):
             if a.gate:

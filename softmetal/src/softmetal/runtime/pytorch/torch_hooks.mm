@@ -31,7 +31,7 @@ namespace {
 
 using at::mps::SyncType;
 constexpr c10::DeviceType kMPS = c10::DeviceType::MPS;
-// The macOS version that PyTorch's operators get: the oldest version on which this torch supports mps.
+// The macOS version that the device reports to PyTorch: the oldest on which this torch supports mps.
 constexpr std::pair kMacOS = SOFTMETAL_TORCH_2(15) ? std::pair(15u, 0u) : std::pair(14u, 4u);
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -213,10 +213,11 @@ struct MPSHooks final : at::MPSHooksInterface {
 
 namespace {
 
-// The torch for Linux on PyPI is built with CUDA, but PyTorch refuses mps and CUDA in one process ("Cannot have both
-// MPS and cuda", also from the backward pass on the CPU). PyTorch makes the object that answers for CUDA during its
-// import, before this library is loaded. This code replaces the object's virtual functions with those of its base
-// class, which give the answers of a torch without CUDA. The class in PyTorch has no data members.
+// Makes a torch that is built with CUDA, such as the one for Linux on PyPI, answer as if it were not. PyTorch refuses
+// mps and CUDA in one process ("Cannot have both MPS and cuda", also from the backward pass on the CPU).
+//
+// The object that answers for CUDA exists before this library is loaded. This code replaces its virtual functions with
+// those of its base class, which are the answers without CUDA. The object has no data members.
 [[maybe_unused]] const bool answers_as_without_cuda = [] {
   static_assert(sizeof(at::CUDAHooksInterface) == sizeof(void*), "only the pointer to the virtual functions");
   static const at::CUDAHooksInterface without_cuda;

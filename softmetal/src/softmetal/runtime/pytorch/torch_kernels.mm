@@ -11,7 +11,6 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
-#include <torch/version.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -72,7 +71,7 @@ Tensor host_view(const Tensor& tensor) {
   return view;
 }
 
-// Maps a tensor's elements to `array`, which has one byte for each byte of the tensor's storage.
+// The bytes of a tensor's elements. fill() sets them in an array that has one byte for each byte of the storage.
 class ElementBytes {
  public:
   explicit ElementBytes(const Tensor& tensor)
@@ -294,9 +293,8 @@ bool takes_generator(const c10::Type& type) {
 // Before torch 2.15, if alpha is 0, `add` and `sub` on mps copy `self` and do not read `other`. For example, a NaN in
 // `other` does not reach the result.
 void drop_what_is_not_read(const std::string& name, at::ArrayRef<c10::IValue> values, c10::IValue* other) {
-  constexpr bool kReads = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15;
   const bool is_sum = name == "aten::add" || name == "aten::add_" || name == "aten::sub" || name == "aten::sub_";
-  if (kReads || !is_sum || values.size() < 3 || !values[1].isTensor() || !values[2].isScalar()) return;
+  if (SOFTMETAL_TORCH_2(15) || !is_sum || values.size() < 3 || !values[1].isTensor() || !values[2].isScalar()) return;
   if (values[2].toScalar().equal(0)) *other = at::zeros_like(values[1].toTensor());
 }
 

@@ -332,7 +332,7 @@ MPSDevice* MPSDevice::getInstance() {
   std::call_once(once, [] { _device = new MPSDevice(); });
   return _device;
 }
-// Reports only the oldest macOS that PyTorch knows.
+// Says yes only to the oldest macOS that PyTorch knows.
 bool MPSDevice::isMacOS13Plus(MacOSVersion version) const {
   return version == MacOSVersion{};
 }

@@ -42,9 +42,8 @@ inline double tan_pi(float x) {
 }
 
 // Defines a function. `value` is its nearly exact result, to which a seeded error is added. The error of `value` itself
-// is half an ulp of single precision or little more, so sm_perturb gets fewer ulps than Metal's limit. Two kinds of
-// results get no error: non-finite results, and results for x = 0, because exp, cos and other functions are exact there
-// (C99's special cases).
+// is half an ulp of single precision or little more, so sm_perturb gets fewer ulps than Metal's limit. No error is
+// added to results that are not finite, nor to results for x = 0, which C99 specifies exactly.
 #define SM_REAL_1(name, value, precise_result, fast_result, half_result)             \
   template <class Mode>                                                              \
   struct name##_f {                                                                  \
