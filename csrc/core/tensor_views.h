@@ -19,9 +19,4 @@ inline Tensor with_unit_stride(const Tensor& tensor) {
   return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }
 
-// Returns true if the kernels may load four elements at once from the start of the tensor.
-inline bool is_vector_aligned(const Tensor& tensor) {
-  return tensor.storage_offset() % 4 == 0;
-}
-
 }  // namespace marlin

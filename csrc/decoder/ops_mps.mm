@@ -13,6 +13,8 @@
 namespace marlin::mps {
 namespace {
 
+using TwoTensors = std::tuple<Tensor, Tensor>;
+
 void norm(const char* op, const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset,
           const Tensor& y, const Tensor& sum) {
   const Tensor values = with_unit_stride(as_rows(x));

@@ -33,7 +33,7 @@ ExpertProducts bind_products(const char* op, const Tensor& a, const WeightArgume
                                   .M = checked_size(op, "expert_ids", expert_ids.numel()),
                                   .a_row_stride = products.rows.stride(0),
                                   .activations = element_type(products.rows),
-                                  .vector_aligned_a = is_vector_aligned(products.rows)},
+                                  .vector_aligned_a = is_aligned(products.rows, 4)},
                       .a_slot_stride = products.rows.dim() == 3 ? products.rows.stride(1) : 0,
                       .experts = checked_size(op, "experts", weight.b_packed.size(0)),
                       .top_k = checked_size(op, "top_k", expert_ids.size(1)),
@@ -47,7 +47,7 @@ void launch_moe(MoeProblem problem, Bindings bindings, const Tensor& a, const Te
   const Tensor ids = bindings[kSlotExpertIds], row_weights = bindings[kSlotRowWeights];
   const int64_t T = ids.size(0);
   problem.product.M = static_cast<uint32_t>(ids.numel());
-  problem.product.vector_aligned_a = is_vector_aligned(a);
+  problem.product.vector_aligned_a = is_aligned(a, 4);
   bindings[kSlotA] = a;
   bindings[kSlotOut] = out;
   const std::shared_ptr<const CompiledPlan> compiled = find_plan(problem, plan_moe, a);

@@ -24,11 +24,12 @@ void two_pass(const CompiledPlan& compiled, const WeightProblem& weight, Binding
   if (bindings[kSlotBias].defined()) out.add_(bindings[kSlotBias]);
 }
 
+// Finds a plan for the rows and encodes it.
 void launch(GemmProblem problem, Bindings bindings, const Tensor& rows, const Tensor& out) {
   const int64_t M = rows.size(0);
   problem.M = static_cast<uint32_t>(M);
   problem.a_row_stride = rows.stride(0);
-  problem.vector_aligned_a = is_vector_aligned(rows);
+  problem.vector_aligned_a = is_aligned(rows, 4);
   const std::shared_ptr<const CompiledPlan> compiled = find_plan(problem, rows);
   if (const int64_t first = first_part(compiled->plan, M); first < M) {
     launch(problem, bindings, rows.narrow(0, 0, first), out.narrow(0, 0, first));

@@ -4,11 +4,11 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <tuple>
 
-#include "csrc/core/tensor_views.h"
 #include "csrc/mlstm/argument_rules.h"
 #include "csrc/mlstm/gpu_plan.h"
 #include "csrc/mps/encoder.h"
@@ -16,6 +16,9 @@
 
 namespace marlin::mps {
 namespace {
+
+using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
+using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // Returns the token stride of a tensor [B, H, S, ...]. Returns 0 for a single token, because its stride is arbitrary.
 int64_t token_stride(const Tensor& tensor) {
@@ -32,6 +35,10 @@ Tensor rows(const Tensor& tensor) {
 // Returns the strides of a tensor. The tensors of mlstm_step have no token dimension.
 MlstmStrides strides(const Tensor& tensor, bool has_tokens) {
   return {tensor.stride(0), tensor.stride(1), has_tokens ? token_stride(tensor) : 0};
+}
+
+bool is_aligned(const Tensor& tensor) {
+  return tensor.storage_offset() % 4 == 0;
 }
 
 // A plan with its pipelines, its number of chunks and its workspace.
@@ -60,7 +67,7 @@ struct Call {
     const Tensor held = rows(tensor);
     target = strides(held, held.dim() == 4);
     launch.element = element_type(held);
-    launch.vector_aligned = launch.vector_aligned && is_vector_aligned(held);
+    launch.vector_aligned = launch.vector_aligned && is_aligned(held);
     bindings[slot] = held;
   }
 
@@ -72,10 +79,11 @@ struct Call {
     bindings[kSlotF] = f;
   }
 
+  // Binds C, n and m as inputs.
   void bind_states(std::array<int, 3> slots, const Tensor& C, const Tensor& n, const Tensor& m) {
     const Tensor held_C = C.contiguous();
     const Tensor held_n = n.contiguous();
-    launch.vector_aligned_states = is_vector_aligned(held_C) && is_vector_aligned(held_n);
+    launch.vector_aligned_states = is_aligned(held_C) && is_aligned(held_n);
     bindings[slots[0]] = held_C;
     bindings[slots[1]] = held_n;
     bindings[slots[2]] = m.contiguous();
@@ -105,6 +113,7 @@ struct Call {
     }
   }
 
+  // Allocates the workspace for the gates and chunks.
   void bind_workspace(const CompiledMlstm& plan, const at::TensorOptions& floats) {
     bindings[kSlotGates] = at::empty({static_cast<int64_t>(plan.workspace.gates)}, floats);
     bindings[kSlotChunks] = at::empty({static_cast<int64_t>(plan.workspace.chunks)}, floats);

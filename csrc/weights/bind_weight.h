@@ -7,6 +7,9 @@
 
 namespace marlin::mps {
 
+// Returns true if the tensor's storage offset is a multiple of `elements`.
+bool is_aligned(const Tensor& tensor, int64_t elements);
+
 // Stores a weight's tensors in `bindings`.
 WeightProblem bind_weight(const char* op, const WeightArguments& weight, const WeightShape& shape, Bindings& bindings);
 

@@ -11,6 +11,10 @@
 
 namespace marlin::mps {
 
+bool is_aligned(const Tensor& tensor, int64_t elements) {
+  return tensor.storage_offset() % elements == 0;
+}
+
 WeightProblem bind_weight(const char* op, const WeightArguments& weight, const WeightShape& shape, Bindings& bindings) {
   bindings[kSlotPacked] = weight.b_packed;
   bindings[kSlotHigh] = contiguous_or_undefined(weight.b_high);
@@ -21,7 +25,8 @@ WeightProblem bind_weight(const char* op, const WeightArguments& weight, const W
   bindings[kSlotPerm] = contiguous_or_undefined(weight.perm);
   bindings[kSlotSuperScales] = contiguous_or_undefined(weight.super_scales);
   bindings[kSlotSuperZeros] = contiguous_or_undefined(weight.super_zeros);
-  const auto aligned = [&](BufferSlot slot) { return !bindings[slot].defined() || is_vector_aligned(bindings[slot]); };
+  // Kernels may load four columns at once only if each tensor with columns starts at a multiple of four elements.
+  const auto aligned = [&](BufferSlot slot) { return !bindings[slot].defined() || is_aligned(bindings[slot], 4); };
   const uint32_t K = checked_size(op, "K", shape.K.expect_int());
   return {.format = shape.format,
           .K = K,

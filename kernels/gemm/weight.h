@@ -3,17 +3,6 @@
 
 #include "kernels/gemm/decode.h"
 
-// The buffers of a packed weight, and the initializer of a Weight from these buffers and from parameters with its
-// sizes.
-#define MARLIN_WEIGHT_TENSORS                                                                                      \
-  const device uint *packed [[buffer(kSlotPacked)]], const device uint *high [[buffer(kSlotHigh)]],                \
-      const device uchar *scales [[buffer(kSlotScales)]], const device uchar *zeros [[buffer(kSlotZeros)]],        \
-      const device float *global_scale [[buffer(kSlotGlobalScale)]], const device float *lut [[buffer(kSlotLut)]], \
-      const device uchar *super_scales [[buffer(kSlotSuperScales)]],                                               \
-      const device uchar *super_zeros [[buffer(kSlotSuperZeros)]], const device int *perm [[buffer(kSlotPerm)]]
-#define MARLIN_WEIGHT_OF(sizes) \
-  {packed, high, scales, zeros, global_scale, super_scales, super_zeros, sizes.N, sizes.group_size}
-
 namespace marlin {
 
 // Decodes an E4M3 code through half. The exponent and mantissa of the code are shifted into the same fields of a half.
