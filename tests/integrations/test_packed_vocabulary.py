@@ -115,8 +115,7 @@ def test_it_computes_what_the_decoded_weights_compute(tmp_path) -> None:
 
 def test_an_untied_head_has_words_of_its_own(tmp_path) -> None:
     made("llama", tie_word_embeddings=False).save_pretrained(tmp_path / "floats")
-    config = MarlinConfig("uint4", 32, vocabulary_format="uint4")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", quantization_config=config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", quantization_config=WHOLE)
     assert list(tables(model)) == ["model.embed_tokens"]
     assert isinstance(model.lm_head, MarlinLinear)
     model.save_pretrained(tmp_path / "packed")
@@ -129,9 +128,8 @@ def test_an_empty_model_has_the_bytes_of_a_loaded_one(is_tied, tmp_path) -> None
     model.save_pretrained(tmp_path)
     empty = empty_model(model.config, torch.float32, "uint4")
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=MarlinConfig("uint4"))
-    assert module_bytes(empty) == pytest.approx(
-        module_bytes(loaded), abs=16
-    )  # the format is stored as one or two tensors
+    # the format is stored as one or two tensors
+    assert module_bytes(empty) == pytest.approx(module_bytes(loaded), abs=16)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
