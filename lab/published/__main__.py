@@ -1,7 +1,5 @@
 """Runs `published.py`."""
 
-import sys
-
 from lab.published.published import main
 
-sys.exit(main())
+main()

@@ -5,19 +5,12 @@ plans of these calls are already cached. The program counts instead of measuring
 do not depend on other programs. The table has a column for each group of libraries: "ours" is the extension, "PyTorch"
 allocates and dispatches, and "stand-ins" are the device's Metal, Objective-C run time and MPS stream, which Apple's and
 PyTorch's code replaces on a Mac. Nothing is committed while calls are counted, so no kernel runs.
-
-With `--samples CALLS` the program measures time instead: `perf` samples the process during this many calls. The number
-of samples in the extension, times the sampling interval, is the time that the calls spend in our own code on this CPU.
-The program prints the microseconds per call.
 """
 
 import argparse
 import ctypes
-import os
-import signal
 import subprocess
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -155,35 +148,10 @@ def stepped(library: ctypes.CDLL, call: Callable[[], object], count: int) -> Cou
     return found
 
 
-def microseconds(call: Callable[[], object], count: int) -> float:
-    """Returns the time that a call spends in the extension, sampled by `perf`. Kernels run every 500 calls."""
-    import torch
-
-    frequency = 20000
-    with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder, "perf.data")
-        options = ["-q", "-e", "cpu-clock:u", "-F", str(frequency), "-p", str(os.getpid()), "-o", str(record)]
-        sampler = subprocess.Popen(["perf", "record", *options], stderr=subprocess.DEVNULL)
-        time.sleep(3)  # until it samples
-        for index in range(count):
-            call()
-            if index % 500 == 499:
-                torch.mps.synchronize()
-        sampler.send_signal(signal.SIGINT)
-        sampler.wait()
-        command = ["perf", "script", "-i", str(record), "-F", "ip,dso"]
-        samples = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    if not samples:
-        raise SystemExit("perf recorded no samples")
-    ours = sum(GROUPS["ours"][0] in sample for sample in samples)
-    return 1e6 * ours / frequency / count
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operators", nargs="*", default=OPERATORS)
     parser.add_argument("--calls", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=0, metavar="CALLS", help="measure time, by this many calls")
     options = parser.parse_args()
     import softmetal
 
@@ -193,13 +161,6 @@ def main() -> None:
     import torch_marlin_metal as tmm  # isort: skip
 
     tmm.tuning.set_commit_interval(0)
-    if options.samples:
-        for operator in options.operators:
-            call = call_of(operator)
-            with torch.inference_mode():
-                call()
-                print(f"{operator}: {microseconds(call, options.samples):.2f} us of our own code", flush=True)
-        return
     library = stepper()
     print("| call | " + " | ".join([*GROUPS, "others", "sum"]) + " |")
     print("|---" * (len(GROUPS) + 3) + "|")

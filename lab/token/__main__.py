@@ -24,7 +24,6 @@ def trace(
     dispatch_us: Annotated[
         float | None, typer.Option(help="Microseconds of one dispatch; without it, the model.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the predicted times into this file.")] = None,
 ) -> int:
     """Counts the operations of a decoded token before and after fusing, and predicts its time on each chip.
 
@@ -39,8 +38,6 @@ def trace(
         context=context,
         dispatch_seconds=None if dispatch_us is None else dispatch_us / 1e6,
     )
-    if plot is not None:
-        found.plot(plot)
     show({}, Group(found.__rich__(), found.fused), as_json=False)
     return DONE
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,36 +86,6 @@ class TokenTrace(RichText):
             row = (*(f"{1e3 * part:.2f}" for part in parts), f"{one.seconds / two.seconds:.2f}")
             times.add_row(one.gpu, *row)
         return Group(counts, times)
-
-    def plot(self, path: str | Path) -> None:
-        """Draws the predicted times into a file; the file's ending selects the image format.
-
-        Each chip has two bars, before and after fusing, of three parts: weights, attention and dispatches.
-
-        Raises:
-            ValueError: matplotlib is not installed, or it does not support the image format.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ValueError("TokenTrace.plot: needs matplotlib: pip install matplotlib") from error
-        figure = Figure(figsize=(9, 0.32 * len(self.before.costs) + 1.6), layout="constrained")
-        axes = figure.subplots()
-        colors = {"weights": "#4878a8", "attention": "#79a659", "dispatches": "#d1803c"}
-        for side, shift, alpha in ((self.before, -0.2, 0.45), (self.after, 0.2, 1.0)):
-            for row, cost in enumerate(side.costs):
-                left = 0.0
-                for part, color in colors.items():
-                    value = 1e3 * getattr(cost, part)
-                    label = f"{part}, {'before' if side is self.before else 'after'} fusing" if row == 0 else None
-                    axes.barh(row + shift, value, 0.36, left, color=color, alpha=alpha, label=label)
-                    left += value
-        axes.set_yticks(range(len(self.before.costs)), [cost.gpu for cost in self.before.costs])
-        axes.invert_yaxis()
-        axes.set(xlabel="milliseconds a token, predicted")
-        axes.set_title(f"{self.model_type}, {self.layers} layers, {self.context} tokens before")
-        axes.legend(fontsize=8)
-        figure.savefig(path)
 
 
 _TIMES = ("weights", "attention", "dispatches before", "after", "token before", "token after", "before / after")

@@ -14,7 +14,6 @@ from transformers import MixtralForCausalLM
 
 from torch_marlin_metal import MarlinExperts, MarlinLinear
 
-pytest.importorskip("matplotlib", reason="matplotlib (development packages) is not installed")
 STEPS = 80
 
 
@@ -40,7 +39,7 @@ def trained(demo):
     return model, losses, test
 
 
-def test_packed_experts_keep_what_was_learnt(demo, trained, tmp_path) -> None:
+def test_packed_experts_keep_what_was_learnt(demo, trained) -> None:
     model, losses, test = trained
     assert len(losses) == STEPS
     assert losses[-1] < 0.1 * losses[0]
@@ -54,8 +53,6 @@ def test_packed_experts_keep_what_was_learnt(demo, trained, tmp_path) -> None:
         assert 0.5 < demo.same_choice(dense, result) <= 1
     assert {result.text for result in results} == {"abcdefgabcdefga"}
     assert demo.table_of(results, files).row_count == 3
-    demo.draw(results, losses, 4, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
 def test_experts_are_packed_and_routers_stay(demo) -> None:

@@ -33,7 +33,7 @@ activations = partial(reference.random, dtype=torch.float16)
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Compares within rounding, because exp differs between dispatches. A NaN, as of unwritten memory, fails."""
+    """Compares within rounding, because exp differs between dispatches. A NaN, as in unwritten memory, fails."""
     return torch.allclose(found.cpu().float(), expected.float(), rtol=1e-2, atol=1e-2)
 
 

@@ -15,11 +15,7 @@ from torch_marlin_metal import tuning
 OPS = torch.ops.torch_marlin_metal
 
 pytestmark = pytest.mark.skipif(sys.platform == "darwin", reason="takes streams from the software Metal device")
-VARIANTS = (
-    "single_stage",
-    "striped",
-    "double_buffered",
-)  # the plans need workspaces, because N is small and K is large
+VARIANTS = ("single_stage", "striped", "double_buffered")  # need workspaces, because N is small and K is large
 Product = Callable[[], torch.Tensor]
 
 

@@ -244,10 +244,7 @@ def main() -> int:
 def summary(results: list[tuple[Mutant, str, str]], not_there: list[str], seconds: float) -> int:
     """Prints counts by file and the mutants that no test caught. Returns 0 if EXPLAINED has a reason for each of them.
 
-    Args:
-        results: mutants with outcome and verdict.
-        not_there: descriptions in EXPLAINED that match no mutant.
-        seconds: duration of the run.
+    `not_there` are the descriptions in EXPLAINED that match no mutant.
     """
     print()
     for file in dict.fromkeys(m.file for m, _, _ in results):

@@ -1,7 +1,4 @@
-"""A few small cases for each file of `kernels/`, with tails in all dimensions.
-
-Every mutant of a file runs its cases.
-"""
+"""Small cases for each file of `kernels/`. The cases of a file run on each mutant of the file."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -78,7 +75,7 @@ def _embedding_cases() -> Iterator[Case]:
 
 
 def _decode_cases() -> Iterator[Case]:
-    """Yields every code of 8 bits in kernels with different decodes; the kernels' own cases have 4-bit codes."""
+    """Adds every code of 5, 6 and 8 bits, because most of the kernels' own cases have codes of 4 bits."""
     for kernel in ("gemv", "gemv_or_form", "fused", "tensor", "double_buffered"):
         for weight_format in ("uint8b128", "float8_e4m3", "uint5b16", "uint6b32"):
             yield f"every code {kernel} {weight_format}", partial(eight_bits.test_every_code, kernel, weight_format)
@@ -293,7 +290,7 @@ def _mlstm_all() -> Iterator[Case]:
 
 
 def cases_of(file: str) -> Iterator[Case]:
-    """Returns the cases for one file, or all cases if `file` is '' or part of several kernels."""
+    """Returns the cases of a file. A file that is not in the table is part of several kernels and has all cases."""
     own = {
         "weights/repack.metal": _repack,
         "weights/dequantize.metal": _dequantize_cases,

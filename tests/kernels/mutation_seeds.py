@@ -1,6 +1,6 @@
 """Faults that the general rules of `mutate.py` do not make, for example wrong layouts of operands."""
 
-# For each file of `kernels/`: a kind of fault, the original text, which occurs once in the file, and its replacement.
+# For each file of `kernels/`: the kind of a fault, a text that occurs once in the file, and the replacement.
 SEEDS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "gemm/decode.h": (
         ("bytes", "(word >> (8 * (j % 2))) & 0x00FF00FFu", "(word >> (8 * (j % 2))) & 0x00FF00FEu"),

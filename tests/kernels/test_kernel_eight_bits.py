@@ -17,7 +17,7 @@ from tests.kernels.test_kernel_products import (
     TILE_LAUNCH,
     run,
 )
-from tests.kernels.test_kernel_values import RUNS, widest
+from tests.kernels.test_kernel_values import LOADS, RUNS, widest
 from tests.support import reference
 from tests.support.kernels.cases import problem
 from tests.support.kernels.problems import (
@@ -88,7 +88,7 @@ def test_rows_and_columns_decode_with_scales_of_blocks() -> None:
     assert (np.abs(error) <= 2.0**-23 * make_inputs(p).weight.magnitude.T[ids]).all()
 
 
-@pytest.mark.parametrize("kernel", RUNS)
+@pytest.mark.parametrize("kernel", LOADS)
 def test_nan_codes_reach_their_column_and_no_other(kernel: str) -> None:
     p = problem(5, 40, 72, weight_format="mxfp8", dtype=widest(kernel), group_size=32)
     inputs = make_inputs(p)

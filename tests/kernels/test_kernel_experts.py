@@ -50,17 +50,10 @@ def test_sort(tokens: int, top_k: int, experts: int, block_rows: int, dtype: tor
 def mixture(
     weight_format: str, dtype: torch.dtype, ids: list[list[int]], *, E: int, K: int, N: int, **options
 ) -> Mixture:
-    """Returns random rows and experts.
+    """Returns random rows and E experts of K rows and N columns. `ids` has the experts of each token's slots.
 
-    Args:
-        weight_format: see `WEIGHT_FORMATS`.
-        dtype: the dtype of the rows.
-        ids: the experts of each token's slots.
-        E: number of experts.
-        K: rows of a weight.
-        N: columns of a weight. **options: `by_slot`: whether each slot has its own row; `weighted`: the dtype of row
-            weights; `group_size`, `bias`, `reduce`, `use_perm`: as in `moe_gemm`; `two_levels`: whether scales and
-            zeros have codes.
+    Options are those of `Mixture`, `group_size` and `use_perm`, and four more: `by_slot` gives each slot its own row,
+    `weighted` is the dtype of row weights, and `two_levels` and `block_scales` choose the kind of scales.
     """
     group = min(reference.FIXED_GROUP_SIZES.get(weight_format, options.pop("group_size", 16)), K)
     scale = {"global_scale_shape": (-1,)} if weight_format == "nvfp4" else {}
@@ -102,12 +95,12 @@ def case_of_pairs(kernel: str, **options: int | str) -> None:
 
 
 def case_of_planes(kernel: str, **options: int | str) -> None:
-    """Returns a case in which the last word of an expert's second plane is partly filled."""
+    """The last word of an expert's second plane is partly filled."""
     check(mixture("uint5_bias", HALF, IDS[:4], E=3, K=72, N=36), kernel, **options)
 
 
 def case_of_blocks(kernel: str, **options: int | str) -> None:
-    """The scales of an expert are those of blocks, so they are 128 times fewer than columns."""
+    """A scale is for a block of 128 columns, so an expert has fewer scales than columns."""
     blocks = {"group_size": 128, "block_scales": True}
     check(mixture("float8_e4m3", HALF, IDS[:4], E=3, K=264, N=256, **blocks), kernel, **options)
 
@@ -154,10 +147,7 @@ def test_last_blocks(turn: int, kernel: str, everything: bool) -> None:
 
 
 def every_second(count: int, first: int) -> list[Any]:
-    """Returns all turns; only every second one is in the sample.
-
-    The samples of the two tests below complement each other.
-    """
+    """Returns all turns, of which every second one is in the sample. Two tests have complementary samples."""
     return [pytest.param(turn, marks=() if turn % 2 == first else pytest.mark.whole) for turn in range(count)]
 
 

@@ -26,12 +26,14 @@ RUNS = {
     "striped": lambda p, **o: run_tiles("gemm_striped_32x128x32", p, **{"parts": 2} | o),
 }
 kernels = pytest.mark.parametrize("kernel", RUNS)
+# The kernels with loads of their own. single_stage has those of double_buffered.
+LOADS = ("gemv", "fused", "tensor", "double_buffered", "striped")
 PAIRS = [(kernel, name) for kernel in RUNS for name in (TENSOR_FORMATS if kernel == "tensor" else FORMATS)]
 each_kernel_and_format = pytest.mark.parametrize(("kernel", "weight_format"), sampled(PAIRS))
 
 
 def widest(kernel: str) -> torch.dtype:
-    """Returns the activations with the largest range that the kernel multiplies."""
+    """Returns the dtype of activations with the largest range that the kernel multiplies."""
     return torch.bfloat16 if kernel == "tensor" else torch.float32
 
 
@@ -153,7 +155,7 @@ def test_probe_of_half_subnormals(word: int) -> None:
 
 @pytest.mark.parametrize("foreign", range(6))
 def test_probe_of_tensor_layout(foreign: int) -> None:
-    """The probe finds a matrix with another layout, first among half operands, then among bfloat operands."""
+    """One of six matrices has another layout: three are of half products, and three of bfloat products."""
     found = probed(f"SOFTMETAL_FOREIGN_TENSORS={1 << foreign}")
     matches, element = number("kTensorMatches"), number("kTensorElement")
     assert found[:foreign] + found[foreign + 1 :] == [matches] * 5
@@ -189,7 +191,7 @@ def test_the_abi_before_macos_26_2_is_refused(library: str) -> None:
         compile_library(library, defines=["__TENSOR_OPS_SUPPORT_DEPLOYMENT_TARGET_26_2=0"])
 
 
-@kernels
+@pytest.mark.parametrize("kernel", LOADS)
 def test_row_stride_beyond_32_bits(kernel: str) -> None:
     """Multiplies two rows whose distance in elements needs more than 32 bits."""
     p = problem(3, 64, 32, weight_format="uint4b8", dtype=torch.float16, group_size=32)
@@ -201,7 +203,7 @@ def test_row_stride_beyond_32_bits(kernel: str) -> None:
     assert torch.equal(result, RUNS[kernel](p, checked=False))
 
 
-@kernels
+@pytest.mark.parametrize("kernel", LOADS)
 def test_perm_beyond_range(kernel: str) -> None:
     """An index out of range reads nothing, so its products are zero."""
     p = problem(3, 64, 40, weight_format="uint4b8", dtype=widest(kernel), group_size=32, has_perm=True)

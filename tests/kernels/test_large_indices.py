@@ -85,7 +85,7 @@ def test_gemv(wide, splits: int) -> None:
 
 
 def test_fused(wide) -> None:
-    """The planner refuses weights with 2^32 scales, so the kernel's index of scales has 32 bits."""
+    """With groups of 256, indices of scales fit in 32 bits. The planner refuses weights with 2^32 scales."""
     wide.problem = p = replace(_problem("uint4", 512, group_size=256), M=16)
     check(p, run_fused(p, rows=16, simdgroups=2, splits=2, checked=False), raw_codes=False)
 

@@ -129,7 +129,7 @@ def test_export_keeps_the_operator_with_dynamic_rows(device):
 
 
 @pytest.mark.parametrize("use_perm", [False, True])
-@pytest.mark.parametrize("weight_format", reference.FORMATS)
+@pytest.mark.parametrize("weight_format", OF_ONE_PLANE_AND_TWO)
 def test_gradients_match_the_exact_weight(weight_format, use_perm, device):
     weight = weight_of(weight_format, device)
     perm = np.random.default_rng(0).permutation(64).astype(np.int32)

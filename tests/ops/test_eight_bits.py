@@ -21,16 +21,12 @@ ROWS = (1, 2, 3, 5, 8, 9, 17, 33, 64)
 SHAPES = ((72, 129), (264, 40), (1000, 7), (8, 65))
 
 
-# On mps, formats of 5 and 6 bits differ from formats of 8 bits only in the planes.
-SAMPLE_OF_PLANES = ("uint5b16", "uint6_bias")
+# On mps, a sample is enough: zero points, E4M3 codes, coded scales, and planes with biases. tests/kernels/ tests the
+# decoding of each format.
+ON_MPS = ("uint8", "float8_e4m3", "mxfp8", "uint6_bias")
 each_wide_format = pytest.mark.parametrize(
     "weight_format",
-    [
-        pytest.param(name, marks=pytest.mark.beyond_sample)
-        if name in reference.PLANES and name not in SAMPLE_OF_PLANES
-        else name
-        for name in reference.WIDE
-    ],
+    [name if name in ON_MPS else pytest.param(name, marks=pytest.mark.beyond_sample) for name in reference.WIDE],
 )
 
 

@@ -42,8 +42,8 @@ def check_shape(weight_format, dtype, K, N, group_size, rows, device, **options)
 def pairs(Ns, K, weight_format, whole):
     """Returns pairs (N, group size): all if `whole`, otherwise each N once, with the group sizes in rotation.
 
-    The rotation starts at another group size for each K and for each three formats. The dtypes also rotate, so that
-    over all formats each pair of a dtype and a group size occurs.
+    The first group size depends on K and on the format. The dtypes also rotate, so that over all formats each pair of
+    a dtype and a group size occurs.
     """
     groups = group_sizes(weight_format, K)
     first = K_ALL.index(K) + reference.FORMATS.index(weight_format) // len(reference.DTYPES)
@@ -62,11 +62,11 @@ def dtypes(weight_format, K, whole):
 @pytest.mark.parametrize("K", [pytest.param(K, marks=[pytest.mark.large] * (K > 40)) for K in K_ALL if K <= 264])
 def test_small_shapes(weight_format, K, device, everything):
     whole = everything or device == "cpu"
-    # On mps, each N needs separate kernels, so each K uses every second N.
+    # On mps, each N and each number of rows needs separate kernels, so each K uses every second N, with rows in turn.
     Ns = N_ALL if whole else [N for i, N in enumerate(N_ALL) if (i + K_ALL.index(K)) % 2 == 0]
     for dtype in dtypes(weight_format, K, whole):
-        for N, group_size in pairs(Ns, K, weight_format, everything):
-            check_shape(weight_format, dtype, K, N, group_size, M_ALL if whole else (1, 5, 33), device)
+        for i, (N, group_size) in enumerate(pairs(Ns, K, weight_format, everything), K_ALL.index(K)):
+            check_shape(weight_format, dtype, K, N, group_size, M_ALL if whole else ((1, 5, 33)[i % 3],), device)
 
 
 @pytest.mark.parametrize("weight_format", reference.FORMATS)
@@ -77,8 +77,9 @@ def test_large_shapes(weight_format, K, device, everything):
     shapes = pairs(Ns, K, weight_format, everything)
     types = dtypes(weight_format, K, everything or device == "cpu")
     cases = itertools.product(types, shapes) if everything else zip(itertools.cycle(types), shapes, strict=False)
+    of_mps = ((1, 17, 65)[reference.FORMATS.index(weight_format) % 3],)  # each number of rows needs separate kernels
     for dtype, (N, group_size) in cases:
-        rows = M_ALL if everything else (1, 2, 8, 17, 100) if device == "cpu" else (1, 17, 65)
+        rows = M_ALL if everything else (1, 2, 8, 17, 100) if device == "cpu" else of_mps
         check_shape(weight_format, dtype, K, N, group_size, rows, device)
 
 

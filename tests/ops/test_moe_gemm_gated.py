@@ -74,7 +74,7 @@ CASES = [
     for i, weight_format in enumerate(reference.FORMATS)
     for j in range(2)
 ]
-# On mps the sample has each format, dtype, activation, bias with its width, order of the rows, and shape of `a`.
+# On mps the sample has each value of each axis: format, dtype, activation, bias and N, perm, and shape of `a`.
 ON_MPS = covering(
     [{f, dtype, f"kind {n % 5}", f"bias {n % 3}", f"perm {n % 2}", f"3-D {n % 4 == 3}"} for f, dtype, n in CASES]
 )

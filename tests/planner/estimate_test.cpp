@@ -23,10 +23,6 @@ GemmProblem product(uint32_t M, uint32_t N, uint32_t K, uint32_t group_size,
   return problem;
 }
 
-GpuDevice whole(const Chip& chip) {
-  return {chip.cores, true, &chip};
-}
-
 void check_occupancy() {
   subject = "occupancy";
   const GpuFamily& family = kGpuFamilies.front();
@@ -336,8 +332,7 @@ void check_few_rows() {
   };
   for (const Chip& chip : kChips) {
     subject = chip.name;
-    // An M5 Max has 40 cores and the fastest memory. With one dispatch of 32 threadgroups, gemv would leave eight
-    // cores
+    // An M5 Max has 40 cores and the fastest memory. With one dispatch of 32 threadgroups, gemv would leave eight cores
     // idle, so four rows need a second dispatch.
     expect(over_one_row(chip, 4) <= (chip.name == "M5 Max" ? 1.13 : 1.1),
            "4 rows cost " + std::to_string(over_one_row(chip, 4)) + " times as much as one");

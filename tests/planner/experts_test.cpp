@@ -27,10 +27,6 @@ MoeProblem mixture(uint32_t tokens, uint32_t experts = 32, uint32_t top_k = 4, u
           .top_k = top_k};
 }
 
-GpuDevice whole(const Chip& chip) {
-  return {chip.cores, true, &chip};
-}
-
 // Returns the averages over many tokens that choose different experts at random.
 Routing sampled_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint32_t block_rows) {
   constexpr int kSamples = 2000;

@@ -15,6 +15,11 @@
 using marlin::test::expect;
 using marlin::test::subject;
 
+// Returns a GPU with all cores of the chip.
+inline marlin::GpuDevice whole(const marlin::Chip& chip) {
+  return {chip.cores, true, &chip};
+}
+
 // Checks that a value differs from the expected value by at most `tolerance` times the expected value.
 inline void expect_close(double value, double wanted, double tolerance, const std::string& what) {
   expect(std::abs(value - wanted) <= tolerance * wanted,

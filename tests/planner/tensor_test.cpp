@@ -327,8 +327,8 @@ MoeProblem mixture(std::string_view variant, uint32_t tokens = 512) {
   return problem;
 }
 
-// Mixtures use the kernel under the same conditions as products. The gate must allow the kernel. In addition, a call or
-// a tuner's table must name it, or its estimate must be the smallest and the table must name no other kernel.
+// Mixtures use the kernel as products do: if the gate allows it, and a call or a tuner's table names it. If neither
+// names a kernel, its estimate must be the smallest.
 void check_experts() {
   for (const Chip& chip : kChips) {
     const GpuDevice device = whole(chip.name);

@@ -240,10 +240,8 @@ def swizzled(scales: np.ndarray) -> np.ndarray:
     rows, columns = scales.shape
     tile_rows, tile_columns = -(-rows // 128), -(-columns // 4)
     flat = np.zeros((tile_rows, tile_columns, 32, 16), dtype=np.uint8)
-    for row in range(rows):
-        for column in range(columns):
-            inner = row % 128
-            flat[row // 128, column // 4, inner % 32, 4 * (inner // 32) + column % 4] = scales[row, column]
+    row, column = np.indices(scales.shape)
+    flat[row // 128, column // 4, row % 32, row % 128 // 32 * 4 + column % 4] = scales
     return flat.reshape(tile_rows * 32, tile_columns * 16)
 
 

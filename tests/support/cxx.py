@@ -36,8 +36,7 @@ def of_extension(sources: Iterable[Path]) -> dict[Path, Path] | None:
     """Returns the object files that setup.py compiled for the extension.
 
     Returns None unless all of them exist and the extension was linked after the last change of `csrc/` and `kernels/`.
-    The link says that all objects are current. An object itself may be old, because ninja compiles only what has
-    changed.
+    The time of an object says nothing, because ninja does not compile again what has not changed.
     """
     found = {source: EXTENSION / source.relative_to(ROOT).with_suffix(".o") for source in sources}
     linked = ROOT / "torch_marlin_metal" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"

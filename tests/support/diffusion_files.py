@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.checkpoints.test_gguf import FP16_AT, random_blocks
+from tests.support.checkpoint_writers import swizzled
 
 D = 256  # the width, a multiple of 256, because types of GGUF have blocks of 256
 PREFIX = "model.diffusion_model."
@@ -65,7 +66,7 @@ def sd3() -> dict[str, tuple[int, ...]]:
 
 
 def renamed(model: Callable[[], torch.nn.Module], changes: dict[str, str]) -> Callable[[], dict[str, tuple[int, ...]]]:
-    """Returns a function that converts diffusers' tensor names to the authors', for models with the same tensors."""
+    """Returns a function that gives the authors' names and shapes, for models whose tensors only have other names."""
 
     def shapes() -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
@@ -168,9 +169,7 @@ FAMILIES = {
 
 @contextmanager
 def flux_of_any_width() -> Iterator[None]:
-    """Lets diffusers' conversion of FLUX split single blocks of width D, because the conversion contains FLUX's own
-    width.
-    """
+    """Replaces FLUX's own width in diffusers' conversion, which contains it as a number, by D."""
     import inspect
 
     known = single_file.SINGLE_FILE_LOADABLE_CLASSES["FluxTransformer2DModel"]
@@ -276,14 +275,8 @@ def rounded(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def tiles(scales: Tensor) -> Tensor:
-    """Returns scales `[N, blocks]` in the order that cuBLAS documents, padded with 0."""
-    N, blocks = scales.shape
-    rows, across = -(-N // 128), -(-blocks // 4)
-    made = torch.zeros(rows * across * 512, dtype=torch.uint8)
-    n, k = torch.meshgrid(torch.arange(N), torch.arange(blocks), indexing="ij")
-    place = (n // 128 * across + k // 4) * 512 + n % 32 * 16 + n % 128 // 32 * 4 + k % 4
-    made[place] = scales.view(torch.uint8)
-    return made.reshape(128 * rows, 4 * across)
+    """Returns scales `[N, blocks]` in cuBLAS's order, in a tensor of at least this shape."""
+    return torch.from_numpy(swizzled(scales.view(torch.uint8).numpy())).reshape(-(-len(scales) // 128) * 128, -1)
 
 
 def stated(name: str, kind: str) -> dict[str, Tensor]:

@@ -9,11 +9,11 @@ FOLDERS = [folder for folder in WRITTEN if (folder / "reference.safetensors").ex
 
 
 def key(folder: Path) -> str:
-    """Returns the name of a folder, as tests and README.md have it."""
+    """Returns the name of a folder in tests and in tests/data/layers/README.md."""
     return folder.relative_to(DATA).as_posix()
 
 
 def source_of(folder: Path) -> Path:
-    """Returns what a reader opens: a GGUF file, a file of ComfyUI, which has no settings beside it, or the folder."""
+    """Returns what a reader opens: the folder, or the file if it is GGUF or has no settings beside it (ComfyUI)."""
     gguf, file = folder / "model.gguf", folder / "model.safetensors"
     return gguf if gguf.exists() else folder if (folder / "config.json").exists() else file

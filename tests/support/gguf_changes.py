@@ -105,7 +105,7 @@ def changed(architecture: str, name: str, values: np.ndarray) -> np.ndarray:
 
 
 def factor(architecture: str, config: Any, name: str) -> np.ndarray:
-    """Returns the factor by which llama.cpp's converter multiplies a tensor: in Falcon-H1, the model's multiplier."""
+    """Returns the factor by which llama.cpp's converter multiplies a tensor. It is 1 except in Falcon-H1."""
     if architecture != "falcon-h1":
         return np.float32(1)
     if "in_proj" in name:

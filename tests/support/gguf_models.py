@@ -194,14 +194,10 @@ def outputs(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
 
 
 def tensors(architecture: str, config: Any, name: str, index: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors that llama.cpp's converter stores for one tensor: the name in the file, and the stored
-    elements.
+    """Yields the tensors that llama.cpp's converter stores for one tensor of a model.
 
-    Args:
-        architecture: the architecture of the file.
-        config: the model's config.
-        name: the name of a tensor in transformers.
-        index: the numbers of the tensor's elements, in the tensor's shape.
+    `index` has the numbers of the model's elements, in the tensor's shape. A stored tensor is a name in the file, and
+    the numbers of its elements.
     """
     arch = next(arch for arch, own in MODEL_ARCH_NAMES.items() if own == architecture)
     names = get_tensor_name_map(arch, config.num_hidden_layers)

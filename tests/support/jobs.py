@@ -1,6 +1,4 @@
-"""Reads shell commands of workflows and pages: the packages that they install, the tests that they run, and their
-imports.
-"""
+"""Reads shell commands of workflows and pages: what they install, the tests that they run, and the tests' imports."""
 
 import ast
 import functools

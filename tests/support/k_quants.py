@@ -20,9 +20,7 @@ def _divided(values: np.ndarray, by: np.ndarray) -> np.ndarray:
 
 
 def _signed(x: np.ndarray, largest: int, scale_limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns signed codes of groups `[B, G, n]`, from -largest to largest - 1, the codes of their scales, and d `[B,
-    1]`.
-    """
+    """Returns codes `[B, G, n]` from -largest to largest - 1, the codes of the groups' scales, and d `[B, 1]`."""
     scale = np.abs(x).max(2) / largest
     d = (scale.max(1, keepdims=True) / scale_limit).astype(np.float16).astype(np.float32)
     sc = np.rint(_divided(scale, d)).clip(0, scale_limit)
@@ -45,9 +43,7 @@ def _six_bits(sc: np.ndarray, m: np.ndarray) -> Bytes:
 
 
 def _nibbles(q: np.ndarray, run: int) -> Bytes:
-    """Packs 4-bit codes `[B, 256]`: in each pair of runs, the first fills the low nibbles of `run` bytes, the second
-    the high nibbles.
-    """
+    """Packs 4-bit codes `[B, 256]`. The first of two runs fills the low nibbles of `run` bytes, the second the high ones."""
     runs = q.reshape(len(q), -1, 2, run)
     return ((runs[:, :, 0] & 15) | (runs[:, :, 1] & 15) << 4).reshape(len(q), -1)
 

@@ -34,9 +34,7 @@ def gptq_layer(name: str) -> list[tuple[str, str, list[int], bytes]]:
 
 
 def entries(path: Path, count: int) -> Path:
-    """Writes one layer, and a header with `count` entries of zero bytes, the most entries that a file of this size can
-    hold.
-    """
+    """Writes one layer and `count` tensors without bytes. No file of this size can have more entries in its header."""
     empty = [(f"model.layers.{i}.norm.weight", "F16", [0], b"") for i in range(count)]
     return write_safetensors(path, GPTQ, gptq_layer("a") + empty)
 

@@ -172,9 +172,9 @@ Runs = Callable[[Any, dict[str, torch.Tensor]], list[torch.Tensor]]
 def compare(
     exact: Any, loaded: Any, what: str, inputs: Callable[[Any], dict[str, torch.Tensor]] = inputs_of, runs: Runs = run
 ) -> None:
-    """Compares the outputs with those of the decoded model in fp64, on two inputs.
+    """Compares the outputs with those of the decoded model in fp64. One of two inputs must give the same outputs.
 
-    If two scores of a router differ by only a rounding, the router may choose other experts for one of the inputs.
+    For the other input, a router may choose other experts, because two of its scores differ by only a rounding.
     """
     left = [name for name, tensor in [*loaded.named_parameters(), *loaded.named_buffers()] if tensor.is_meta]
     assert not left, f"{what}: on the meta device: {left}"

@@ -73,8 +73,8 @@ def pack(codes: np.ndarray, bits: int = 4) -> torch.Tensor:
     return torch.from_numpy(words.astype(np.uint32).view(np.int32))
 
 
-# The bit at which the upper bits begin, for each k of a group of eight, and for each group in a word of the
-# second plane (docs/formats/formats.md).
+# In a word of the second plane, a code's upper bits begin at the sum of two numbers (docs/formats/formats.md): one for
+# the k inside of a group of eight, and one for the group.
 FIELDS = {5: (0, 4, 1, 5, 16, 20, 17, 21), 6: (0, 4, 2, 6, 16, 20, 18, 22)}
 BLOCKS = {5: (0, 2, 8, 10), 6: (0, 8)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 
@@ -14,6 +15,7 @@ if shutil.which("clang++-19") is None:
 
 from softmetal import device
 from softmetal.device import CompileError, Library
+from softmetal.msl.compiler import compile_source
 from softmetal.proof.case import to_bfloat
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "INTEGERS",
     "CompileError",
     "Library",
+    "assert_refused",
     "compile_metal",
     "evaluate",
     "from_bfloat",
@@ -76,6 +79,14 @@ def refuse(source: str) -> str:
     with pytest.raises(CompileError) as error:
         compile_metal(source)
     return str(error.value)
+
+
+def assert_refused(source: str, message: str, *, kernel: str | None = None) -> None:
+    """Asserts that the compiler refuses a source of one line, and names the line and the reason."""
+    with pytest.raises(CompileError) as error:
+        compile_source(f"{HEADER}{source}\n", file_name="bad.metal", kernel=kernel)
+    assert message in str(error.value)
+    assert re.match(r"bad\.metal:3:(\d+:)? error: ", str(error.value))
 
 
 def run(source: str, *buffers: np.ndarray, threads: int = 1, group: int = 32, kernel: str = "k") -> None:

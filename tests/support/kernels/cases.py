@@ -75,9 +75,7 @@ def pairwise(axes: Mapping[str, Sequence[Any]], options: Sequence[str]) -> list[
 
 
 def _of_the_same_kind(p: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Problem]:
-    """Returns two problems of other sizes that run the same compiled kernel as `p`: the same sizes are multiples of
-    tiles.
-    """
+    """Returns two problems of other sizes that run the compiled kernel of `p`: the sizes have the same divisors."""
 
     def others(name: str, divisors: tuple[int, ...], least: int = 1, most: int = 1 << 16) -> list[int]:
         own = getattr(p, name)
@@ -105,9 +103,7 @@ def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def sampled(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Marks cases for `pytest.mark.parametrize` as `whole`, except for enough cases that each value of each argument
-    occurs.
-    """
+    """Marks cases for `pytest.mark.parametrize` as `whole`. The other cases have each value of each argument."""
     sample = covering([set(enumerate(map(str, case))) for case in cases])
     return [pytest.param(*case, marks=() if i in sample else pytest.mark.whole) for i, case in enumerate(cases)]
 
@@ -122,10 +118,11 @@ def plain_problems(
 ) -> list[Any]:
     """Returns a problem for each format and activation dtype.
 
-    The sample contains each dtype once, each time with another format.
+    The sample has each dtype once, each with another format. The last dtype has uint4_bias, whose groups can be as
+    long as K.
     """
     kinds = list(itertools.product(formats, dtypes))
-    sample = {(formats[2 * i], dtype) for i, dtype in enumerate(dtypes)}
+    sample = set(zip([formats[2], formats[0], formats[4]], reversed(dtypes), strict=False))
     return [
         pytest.param(
             problem(M, N, K, weight_format=weight_format, dtype=dtype, **fields),

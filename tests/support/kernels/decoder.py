@@ -142,7 +142,7 @@ def run_activation(
     """Returns the gated activation of `gate_up [M, 2 N]`, in which gate and up are halves or alternate."""
     M, N = gate_up.shape[0], gate_up.shape[1] // 2
     out, step = place_output((M, N), gate_up.dtype), 2 if interleaved else 1
-    # Two buffers, because both addresses are inside one tensor.
+    # The host passes two addresses inside of one tensor. Here, the second is a copy.
     up = gate_up.flatten()[1 if interleaved else N :]
     params = parameters(
         "ActivationParams",

@@ -23,11 +23,8 @@ from tests.support.kernels.launch import (
 from tests.support.kernels.problems import weight_buffers
 from tests.support.kernels.tensor import check_tensor_reads
 
-PAIR_KERNELS = (
-    "moe_gemv",
-    "moe_gemv_gated",
-    "moe_gemv_reduce",
-)  # these kernels read the experts' ids; all others read moe_sort's table
+# These kernels read the experts' ids. All others read moe_sort's table.
+PAIR_KERNELS = ("moe_gemv", "moe_gemv_gated", "moe_gemv_reduce")
 LIMIT, ALPHA = 1.5, 1.7  # of clamped_silu; limited_silu uses only the limit
 GEMV_KERNELS = (*PAIR_KERNELS, "moe_gemv_blocks")
 
@@ -128,15 +125,8 @@ def run_experts(
 ) -> torch.Tensor:
     """Computes a mixture with a kernel for experts.
 
-    Args:
-        kernel: the name of the kernel.
-        p: the mixture.
-        rows: the maximum number of rows in a block, for `moe_gemv_blocks` and `moe_fused`.
-        simdgroups: simdgroups per threadgroup, or per slot for `moe_gemv_reduce`; each multiplies a part of K.
-            `moe_tensor` ignores it.
-        tile: the tile of `moe_tensor`.
-        perturb_seed: see `run_gemv`.
-        subnormal_codes: whether the GPU keeps subnormal halves.
+    `rows` is the maximum number of rows in a block, for `moe_gemv_blocks` and `moe_fused`. `simdgroups` divide K; they
+    belong to a threadgroup, or to a slot for `moe_gemv_reduce`. `moe_tensor` has a `tile` instead of both.
     """
     is_sorted, is_gemv, combines = kernel not in PAIR_KERNELS, kernel in GEMV_KERNELS, p.combines(kernel)
     E, K, N, pairs = p.sizes.values()

@@ -25,7 +25,7 @@ class Tile:
     K: int
     stages: int
     threads: int
-    bytes: dict[str, list[int]]  # threadgroup memory in bytes, by element type, one entry for each number of stages
+    bytes: dict[str, list[int]]  # of threadgroup memory, by element type and number of stages
 
     @classmethod
     def of(cls, kernel: str) -> "Tile":
@@ -97,10 +97,7 @@ def run_striped(
 
 
 def run_tiles(kernel: str, problem: Problem, *, parts: int = 1, **options: Any) -> torch.Tensor:
-    """Runs any staged kernel.
-
-    K of each tile is divided into about `parts` ranges; for gemm_striped, all units are divided.
-    """
+    """Runs any staged kernel. `parts` is the number of stripes, or about the number of slices of K."""
     if kernel in STRIPED:
         return run_striped(kernel, problem, k_per_slice=64, stripes=parts, **options)
     return run_staged(kernel, problem, slices=parts, **options)

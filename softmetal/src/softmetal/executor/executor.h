@@ -128,7 +128,7 @@ typedef struct {
 
 typedef struct {
   uint64_t threads, threadgroups;
-  uint64_t threadgroup_barriers, simdgroup_barriers;  // per threadgroup or per simdgroup, not per thread
+  uint64_t threadgroup_barriers, simdgroup_barriers;  // counted once for each threadgroup or simdgroup
   uint64_t simd_operations;                           // exchanges, per simdgroup
   uint64_t mmas;                                      // 8x8x8 products, per simdgroup
   uint64_t atomics;                                   // per thread

@@ -64,8 +64,8 @@ void* __tsan_memset(void* to, int value, uint64_t bytes) {
   return std::memset(to, value, bytes);
 }
 
-// Called before a store. `value` holds the `bits` bits to be stored: floating-point numbers of `element` bits each, or
-// a 32-bit integer if `element` is 0. If these bits are the pattern of a variable that was never set, the store is a
+// Called before a store of floating-point numbers of `element` bits each or, if `element` is 0, of a 32-bit integer.
+// `value` holds the `bits` bits to be stored. If they are the pattern of a variable that was never set, the store is a
 // fault.
 void sm_check_value(const void* address, uint64_t value, uint32_t element, uint32_t bits) {
   Checker* checker = Checker::active();

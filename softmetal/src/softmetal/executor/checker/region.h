@@ -75,8 +75,8 @@ struct Region {
   // Returns the cells of [offset, offset + bytes), one cell for each granule. If the access is smaller than a granule
   // or crosses its border, the granules are made smaller first.
   Cell* cells(uint64_t offset, uint32_t bytes, uint32_t* count);
-  // Returns the cells of the atomic accesses to the granules from this offset on. These cells exist only after the
-  // first atomic access. If they do not exist, the function makes them if `make` is true, and otherwise returns null.
+  // Returns the cells of the atomic accesses to the granules from this offset on. They exist only after the first
+  // atomic access. Before it, the function makes them if `make` is true, and otherwise returns null.
   AtomicCell* atomic_cells(uint64_t offset, bool make);
   void forget();  // marks all bytes as unwritten, for a new threadgroup
   // Sets bits in the flags of a range of bytes. Returns whether all bytes were written before.

@@ -17,7 +17,7 @@ from .signatures import check_signatures
 
 _HERE = Path(__file__).resolve().parent
 _INCLUDE = _HERE / "include"
-_SHARED = [_HERE.parent / "include" / "softmetal" / name for name in ("constants.h", "internal_names.h")]
+_SHARED = [_HERE.parent / "include" / "softmetal" / name for name in ("constants.h", "internal_names.h", "traits.h")]
 # Features of OpenCL that are disabled because Metal lacks them. Without the first feature, a variable at program scope
 # must be constant, as in Metal. The generic address space is enabled, because without it clang finds no constructor
 # that copies a struct.

@@ -21,7 +21,7 @@ _DECLARATION = "declare void @sm_check_value(ptr, i64, i32, i32)"
 
 
 def mark_integers(text: str) -> str:
-    """Replaces the pattern with which clang's front end fills unset integer variables by a rarer pattern."""
+    """Gives unset integer variables a rarer pattern than that of clang's front end."""
     return _INTEGER.sub(lambda m: f"{m[1]} {_RARE if m[1].endswith('i32') else -85}, ", text)
 
 

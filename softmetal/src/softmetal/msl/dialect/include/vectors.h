@@ -13,7 +13,7 @@ struct sm_total {
 };
 template <typename A, typename... B>
 struct sm_total<A, B...> {
-  enum { width = int(sm_vector<A>::width) + int(sm_total<B...>::width) };
+  enum { width = int(sm_number<A>::width) + int(sm_total<B...>::width) };
 };
 template <typename T, int N>
 struct sm_maker<vec<T, N>> {
