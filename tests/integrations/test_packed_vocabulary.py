@@ -151,6 +151,11 @@ def test_every_entry_point_has_the_same_default(is_tied, given, expected, tmp_pa
         assert torch.equal(logits(one), logits(model))
 
 
+def test_tables_outside_the_vocabulary_do_not_count_as_left_in_floats(tmp_path) -> None:
+    made("bert").save_pretrained(tmp_path)  # has tables of positions and of token types
+    assert FloatReader(tmp_path, "uint4", 32).left == {}
+
+
 def test_layers_that_share_without_a_tie_are_stored_twice(tmp_path) -> None:
     model = made("llama", tie_word_embeddings=False)
     model.lm_head.weight = model.model.embed_tokens.weight
