@@ -26,12 +26,7 @@ class ExtensionError(RuntimeError):
 
 
 class Unavailable:
-    """A placeholder for an operator, a function or a namespace of an extension that cannot be used.
-
-    Args:
-        name: the full name of the operator or function.
-        reason: the message of the error that `_load` raised.
-    """
+    """A placeholder for an operator, a function or a namespace of an extension that cannot be used."""
 
     def __init__(self, name: str, reason: str) -> None:
         self._name = name

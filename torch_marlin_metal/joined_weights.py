@@ -1,4 +1,4 @@
-"""Joins packed weights along their columns."""
+"""Compares packed weights, and joins them along their columns."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +23,18 @@ def same_kind(one: PackedWeight, other: PackedWeight) -> bool:
     ]
     tables = ((getattr(one, name), getattr(other, name)) for name in ("lut", "perm"))
     return kinds[0] == kinds[1] and all(mine is None or torch.equal(mine, theirs) for mine, theirs in tables)
+
+
+def same_values(one: PackedWeight, other: PackedWeight) -> bool:
+    """Returns True if two weights are equal, apart from their biases. Weights on the meta device count as equal."""
+    if one.b_packed is other.b_packed or one.b_packed.is_meta or other.b_packed.is_meta:
+        return True
+    if (one.weight_format, one.group_size) != (other.weight_format, other.group_size):
+        return False
+    mine, theirs = (replace(weight, bias=None).tensors() for weight in (one, other))
+    return mine.keys() == theirs.keys() and all(
+        torch.equal(mine[name], theirs[name].to(one.b_packed.device)) for name in mine
+    )
 
 
 def joined(parts: Sequence[PackedWeight]) -> PackedWeight:

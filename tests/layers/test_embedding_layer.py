@@ -26,6 +26,13 @@ BOTH = [
 ]
 
 
+@pytest.mark.parametrize("weight_format", ["q4_k", "q6_k", "nvfp4"])
+def test_absent_buffers_come_last(weight_format):
+    layer = tmm.MarlinEmbedding.from_embedding(embedding(length=256), weight_format)
+    held = [tensor is not None for tensor in layer._buffers.values()]
+    assert held == sorted(held, reverse=True)
+
+
 @pytest.mark.parametrize(("weight_format", "device"), BOTH, indirect=["device"])
 def test_from_embedding_looks_up_the_quantized_table(weight_format, device):
     dense = embedding().to(device)

@@ -1,6 +1,7 @@
 """MarlinExperts stacks packed weights exactly, gives the same results as its experts, and preserves its state_dict."""
 
 import re
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -129,6 +130,20 @@ def test_weights_that_cannot_be_stacked_are_refused(other, message):
 def test_a_stack_of_nothing_is_refused(weights, message):
     with pytest.raises(StackError, match=f"^ExpertWeights: weights: {message}$"):
         ExpertWeights.from_packed(weights)
+
+
+def test_an_expert_is_freed_before_the_next_one_is_read():
+    read: list[weakref.ref[torch.Tensor]] = []
+    alive = []
+
+    def expert(index: int) -> list[PackedWeight]:
+        alive.append(sum(words() is not None for words in read))
+        parts = [packed(I, H, 10 * index + part) for part in range(2)]
+        read.extend(weakref.ref(part.b_packed) for part in parts)
+        return parts
+
+    ExpertWeights.from_packed(map(expert, range(E)), experts=E)
+    assert alive == [0] * E
 
 
 def test_wrong_sizes_are_refused():

@@ -22,11 +22,7 @@ TOKENS = 6  # length of the caches in `is_proved`, which compares `CacheWriter` 
 
 
 class CacheWriter:
-    """A wrapper that replaces a cache during one call of an attention module.
-
-    Args:
-        original: a transformers `Cache`, which provides all attributes except `update`.
-    """
+    """Replaces a transformers `Cache` during one call of an attention module. Only `update` is not the cache's own."""
 
     def __init__(self, original: Any) -> None:
         self._original = original

@@ -64,7 +64,7 @@ def updated_argument(forward: Forward) -> str | None:
 
 
 def reads(function: Forward, kinds: tuple[Any, ...]) -> bool:
-    """Returns False if a Python function reads none of its parameters of these kinds, for example `**kwargs`."""
+    """Returns True if a function reads a parameter of one of these kinds, for example `**kwargs`, or is not Python."""
     code = code_of(function)
     if code is None:
         return True

@@ -74,8 +74,7 @@ def converting(original: Attention) -> Attention:
 class AttentionFunctions:
     """Transformers' table of attention functions, in which PyTorch's attention receives numeric masks.
 
-    Args:
-        original: the table. Entries that are added to it later are found here too.
+    Entries that are added to the original table later are found here too.
     """
 
     def __init__(self, original: Any) -> None:

@@ -80,7 +80,7 @@ def find_known(activation: Activation, columns: int) -> KnownActivation | None:
 
 
 def _inputs(columns: int) -> Iterator[Tensor]:
-    """Yields random inputs of many magnitudes. Gate and up differ in magnitude for every order of the columns."""
+    """Yields random inputs of many magnitudes. In some of them, gate and up differ in magnitude."""
     x = random_like(torch.empty(-(-SAMPLES // columns), columns, dtype=torch.float32, device="cpu"))
     column, half = torch.arange(columns, device="cpu"), columns // 2
     for size in SIZES:

@@ -82,13 +82,7 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 
 def agrees_in_training(module: nn.Module, replacement: Callable[[], Any], original: Callable[[], Any]) -> bool:
-    """Returns True if both calls have equal results in training mode, where a module may use dropout.
-
-    Args:
-        module: the module that both calls use. It is in training mode during the calls.
-        replacement: calls the replacement and returns its result.
-        original: calls the original module and returns its result.
-    """
+    """Returns True if both calls have equal results while `module` is in training mode, where it may use dropout."""
     with in_mode(module, training=True):
         return agrees(replacement(), original())
 

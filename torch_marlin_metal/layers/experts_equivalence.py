@@ -29,10 +29,7 @@ def why_unknown(experts: nn.Module) -> str:
     """Returns the reason why `MarlinExperts` differs from float experts, or "" if the results agree.
 
     The test runs the forward of the module's class with small random weights, so it also works for experts on the meta
-    device.
-
-    Args:
-        experts: a module for which `is_stack` is true. It is not changed.
+    device. `is_stack` must be true for the module, which is not changed.
     """
     name = type(experts).__name__
     counts = [len(experts._parameters[kind]) for kind in WEIGHTS]  # type: ignore[arg-type]

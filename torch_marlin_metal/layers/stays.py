@@ -1,7 +1,7 @@
 """Finds the Linear layers that stay in floats by default: heads of classifiers, and float32 parts.
 
-A head has few rows, so 4 bits save almost no memory, and each row decides about a class. transformers and its
-quantizers preserve the modules that a class lists in `_keep_in_fp32_modules`, for example T5's `wo`.
+In a head, 4 bits would save almost no memory, because it has few rows, and each row decides about a class. transformers
+and its quantizers keep the modules that a class lists in `_keep_in_fp32_modules` in float32, for example T5's `wo`.
 """
 
 import re

@@ -23,11 +23,7 @@ STORED_BYTES = LAYER_BYTES + 1  # the same in a file, which also has the layer's
 
 
 class Widths:
-    """Collects the layers of a model and selects their formats.
-
-    Args:
-        recipe: the recipe before the selection, with the names of the vocabulary's layers.
-    """
+    """Collects the layers of a model and selects their formats. The recipe must name the layers of the vocabulary."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe

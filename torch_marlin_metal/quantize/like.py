@@ -93,7 +93,7 @@ def _type(like: str, role: str, index: int, count: int, depth: int, experts: int
             kind = "Q6_K"
         elif like == "Q4_K_S" and index < 4:
             kind = "Q5_K"
-        if depth == 80 and kind == "Q4_K":  # 70B models, in which eight heads share v
+        if depth == 80 and kind == "Q4_K":  # models of 70B, in which eight query heads share one v
             kind = "Q5_K"
         return "Q8_0" if experts == 8 else kind
     if role == "k":

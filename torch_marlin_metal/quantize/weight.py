@@ -303,7 +303,8 @@ class _Search:
             else:
                 yield shrunk, None
                 if self.table is None or not self.table.by_magnitude:
-                    yield -shrunk, None  # on one side of 0, the codes extend further or are denser
+                    # The codes extend further, or are denser, on one side of 0. A negative scale exchanges the sides.
+                    yield -shrunk, None
 
     def _least_squares(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the least-squares scale (and bias) for the codes of x with the given scale and zero."""

@@ -66,13 +66,7 @@ def gemv_kind(module: nn.Module) -> Kind:
 
 
 def words_kind(module: nn.Module, bits: int, config: dict[str, Any]) -> Kind:
-    """Returns the kind of a module whose codes do not have 4 bits: GPTQ packs along K, AWQ along N.
-
-    Args:
-        module: a module with `qweight` and `scales`.
-        bits: the width that the module states.
-        config: the model's quantization_config, or {}.
-    """
+    """Returns the kind of a module with codes of another width than 4 bits: GPTQ packs along K, AWQ along N."""
     qweight, scales = tensor_of(module, "qweight"), tensor_of(module, "scales")
     assert qweight is not None
     assert scales is not None
@@ -86,7 +80,7 @@ def words_kind(module: nn.Module, bits: int, config: dict[str, Any]) -> Kind:
 
 
 def read_state(module: nn.Module, kind: Kind, options: ReadOptions | None = None) -> PackedWeight:
-    """Reads a module's weight without its bias on the CPU, and moves the weight to the module's device.
+    """Reads a module's weight on the CPU, without its bias, and moves it to the module's device.
 
     Raises:
         UnreadableError: the reader does not support the layer. The message contains the reader's reason.

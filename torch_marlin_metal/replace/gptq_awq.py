@@ -40,12 +40,7 @@ def read_words(
 ) -> PackedWeight | None:
     """Reads a module with `qweight` and `scales`. Returns None if it has one of AWQ's gemv layouts.
 
-    Args:
-        module: the module. It is not changed.
-        gptq_version: the representation of GPTQ zero points (1: minus one, 2: unchanged). None derives the version from
-            the module.
-        gptq_zeros_rule: the rule for version 1, see `gptq_unpack_zeros`.
-        config: the model's quantization_config, or {}.
+    The arguments are those of `detect.read_packed_linear`.
 
     Raises:
         UnreadableError: the layout is unknown, codes do not have 4 bits, or tensors contradict each other.

@@ -99,13 +99,7 @@ class ExactProduct:
         self.dense = weight.dequantize()[:, self.columns].double()
 
     def faults(self, a: Tensor, weight: PackedWeight, names: Sequence[str]) -> dict[str, str]:
-        """Returns error messages for wrong results, by variant.
-
-        Args:
-            a: activations `[M, K]`.
-            weight: the weight, on the device of `a`.
-            names: the variants to compare.
-        """
+        """Returns the error messages of the variants in `names` that are wrong for activations `a [M, K]`."""
         expected = a.cpu().double() @ self.dense
         columns = self.columns.to(a.device)
         found = {}

@@ -13,13 +13,8 @@ from torch_marlin_metal.packed_weight import PackedWeight
 def variants(product: Product, weight: PackedWeight, a: Tensor, cold_bytes: int) -> dict[str, Chain]:
     """Makes a chain of products for one tile of each variant, with the planner's choice first.
 
-    The keys of the result are the arguments `variant` of `gemm`.
-
-    Args:
-        product: the shape and format of `weight`.
-        weight: the weight of the product, on mps.
-        a: activations `[M, K]` on mps.
-        cold_bytes: total bytes of the weight's clones, which a chain uses in turn.
+    The keys of the result are the arguments `variant` of `gemm`. All chains use the same clones of the weight, which
+    have at least `cold_bytes` bytes.
     """
     weights = rotating(weight, cold_bytes)
     planned = product.plan(a.shape[0])

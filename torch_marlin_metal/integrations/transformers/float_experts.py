@@ -26,11 +26,7 @@ Quantize = Callable[[str, Tensor], PackedWeight]
 class FloatExperts:
     """The experts modules of a model that are packed during loading.
 
-    Args:
-        op: the caller's name for error messages.
-        model: the model without values.
-        names: the names of the experts modules.
-        quantize: packs the weight `[N, K]` of the layer with the given name.
+    The function `quantize` packs the weight `[N, K]` of the layer with the given name.
     """
 
     def __init__(self, op: str, model: nn.Module, names: Iterable[str], quantize: Quantize) -> None:
@@ -45,12 +41,8 @@ class FloatExperts:
     def pack(self, model: nn.Module, parameter: str, experts: Iterable[Tensor]) -> None:
         """Packs one of the stacked parameters.
 
-        Until loading ends, an empty parameter replaces the packed parameter in the model.
-
-        Args:
-            model: the model that transformers loads.
-            parameter: the parameter's name.
-            experts: the slice of the parameter for each expert.
+        The argument `experts` yields the slice of the parameter for each expert. Until loading ends, an empty parameter
+        replaces the packed parameter in the model.
 
         Raises:
             CheckpointError: the model has another number or shape of experts.

@@ -27,8 +27,8 @@ from torch_marlin_metal.models.gguf_settings import corrected
 from torch_marlin_metal.models.linear_layers import COMPUTED
 from torch_marlin_metal.patterns import selects
 
-# Architectures whose configs this module makes. transformers itself makes the configs of `GGUF_CONFIG_ARCHS`, and has
-# no table for Llama 4's text model.
+# Architectures whose configs this module makes. transformers makes those of `GGUF_CONFIG_ARCHS` itself. Llama 4 is left
+# out, because transformers has no table for its text model.
 MODEL_TYPES = {
     name: known.model_type
     for name, known in ARCHITECTURES.items()
@@ -78,9 +78,7 @@ def _is_of_expert(name: str) -> bool:
 def reads_all_settings(original: Any, active: Callable[[], bool]) -> Any:
     """Wraps transformers' `load_gguf_checkpoint`, so that the config contains all settings of the file.
 
-    Args:
-        original: the function to wrap.
-        active: returns True while this package loads checkpoints.
+    The function `active` returns True while this package loads checkpoints.
     """
 
     @functools.wraps(original)

@@ -32,13 +32,7 @@ logger = logging.get_logger(__name__)
 
 
 class PackedCheckpoint:
-    """A checkpoint with packed layers that `from_pretrained` loads.
-
-    Args:
-        reader: the reader of the packed layers.
-        config: the options that the user passed, or the defaults.
-        parts: see `Caller`.
-    """
+    """A checkpoint with packed layers that `from_pretrained` loads. `Caller` explains the argument `parts`."""
 
     def __init__(self, reader: CheckpointReader, config: MarlinConfig, parts: bool = False) -> None:
         self.reader = reader
@@ -55,13 +49,8 @@ class PackedCheckpoint:
     def place(self, model: Any, conversions: list[Any], reinitializes: bool) -> list[Any]:
         """Replaces the modules of packed layers by placeholders. A second call does nothing.
 
-        Args:
-            model: changed in place.
-            conversions: transformers' conversions of names between the checkpoint and the model.
-            reinitializes: see `Caller`.
-
-        Returns:
-            The conversions that transformers must apply.
+        Returns the conversions between checkpoint and model that transformers must apply, for the conversions that it
+        would apply. `Caller` explains the argument `reinitializes`.
 
         Raises:
             ModelMismatchError: the plan of the load fails.

@@ -54,12 +54,7 @@ def check_sizes(op: str, model: Any, pre_quantized: bool) -> bool:
 
 
 class TransformersSplit:
-    """transformers' plan for splitting a model.
-
-    Args:
-        op: the caller's name for error messages.
-        model: a model from `from_pretrained` with a `tp_size` above 1.
-    """
+    """transformers' plan for splitting a model, which comes from `from_pretrained` with a `tp_size` above 1."""
 
     def __init__(self, op: str, model: Any) -> None:
         self._op, self._plan = op, dict(model.tp_plan)

@@ -32,6 +32,7 @@ from torch_marlin_metal.integrations.transformers.packed_checkpoint import (
 from torch_marlin_metal.integrations.transformers.parallel import check_sizes, split_of
 from torch_marlin_metal.integrations.transformers.stored import decode_stacks, empty_model, stored_layers
 from torch_marlin_metal.integrations.transformers.while_loading import QuantizeWhileLoading, samples_of
+from torch_marlin_metal.joined_weights import same_values
 from torch_marlin_metal.layers.float_experts import find_module, is_experts
 from torch_marlin_metal.layers.fuse import fuse_projections, unfused
 from torch_marlin_metal.layers.packed_layer import PackedLayer
@@ -155,7 +156,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         """Quantizes the weight of a Linear or of stacked experts. Stores an error, and `_install` raises it.
 
         The packed layer replaces the Linear only after all tensors are loaded. Until then, the Linear has an empty
-        weight, because models initialize missing tensors, and some models use tensors of their children for this.
+        weight, which some models read when they initialize missing tensors.
         """
         if self._failure is not None:
             return False
@@ -224,14 +225,7 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
         for name, (packed, dtype) in self._made.items():
             for user, module in users.get(id(model.get_submodule(name)._parameters.get("weight")), ()):
                 mine, _ = self._made.get(user, (packed, dtype))
-                one, two = (
-                    {key: tensor for key, tensor in weight.tensors().items() if key != "bias"}
-                    for weight in (mine, packed)
-                )
-                same = mine is packed or (
-                    one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-                )
-                layer = packed_layer(module, packed if same else mine, dtype)
+                layer = packed_layer(module, packed if same_values(mine, packed) else mine, dtype)
                 inherit(layer, module)
                 model.set_submodule(user, layer)
         self._made.clear()

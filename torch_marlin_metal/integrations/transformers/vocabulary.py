@@ -4,11 +4,11 @@ import functools
 import warnings
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from torch_marlin_metal.integrations.transformers.names import tied_modules
 from torch_marlin_metal.integrations.transformers.stored import empty_model
+from torch_marlin_metal.joined_weights import same_values
 from torch_marlin_metal.layers.linear import MarlinLinear
 from torch_marlin_metal.packed_weight import WEIGHT_TENSORS
 
@@ -82,7 +82,7 @@ def _tie_packed(model: Any, keys: dict[str, str]) -> dict[str, str]:
                 f"tie_weights: {name!r} and {source!r}: expected two packed or two float layers, got a "
                 f"{type(one).__name__} and a {type(other).__name__}"
             )
-        if _differ(one, other):
+        if not same_values(one.to_packed(), other.to_packed()):
             warnings.warn(
                 f"tie_weights: {name!r} and {source!r} have different packed weights, for example because an adapter "
                 "was merged into one of them, and stay apart; config.tie_word_embeddings=False says so",
@@ -94,16 +94,3 @@ def _tie_packed(model: Any, keys: dict[str, str]) -> dict[str, str]:
             one.weight_format, one.group_size = other.weight_format, other.group_size
         del rest[f"{name}.weight"]
     return rest
-
-
-def _differ(one: MarlinLinear, other: MarlinLinear) -> bool:
-    """Returns True if two packed layers have different weights. On the meta device, weights count as equal."""
-    if one.b_packed is other.b_packed or one.b_packed.is_meta or other.b_packed.is_meta:
-        return False
-    if (one.weight_format, one.group_size) != (other.weight_format, other.group_size):
-        return True
-    for name in WEIGHT_TENSORS:
-        mine, theirs = getattr(one, name), getattr(other, name)
-        if (mine is None) != (theirs is None) or (mine is not None and not torch.equal(mine, theirs.to(mine.device))):
-            return True
-    return False

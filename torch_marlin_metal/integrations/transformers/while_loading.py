@@ -58,12 +58,7 @@ class QuantizeWhileLoading(ConversionOps):  # type: ignore[misc]
 
 
 def samples_of(model: Any, checkpoint_files: list[str] | None, allow_pickle: bool) -> Samples:
-    """Returns a function that reads rows of the model's weights from the checkpoint's files.
-
-    Args:
-        model: the model on the meta device.
-        checkpoint_files: the files that transformers found.
-        allow_pickle: see `MarlinConfig`.
+    """Returns a function that reads rows of the model's weights from the files that transformers found.
 
     Raises:
         ValueError: there are no files. The returned function raises it for a layer that has no tensor in the files.
