@@ -20,7 +20,6 @@ using OptionalText = std::optional<std::string_view>;
 
 // The permitted dtypes of activations, floating-point scales, biases and zero points, as text for error messages.
 inline constexpr std::string_view kFloating = "float16, bfloat16 or float32";
-// Returns true if kFloating lists the dtype.
 inline bool is_floating(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat;
 }
@@ -37,7 +36,6 @@ std::string dtype_name(at::ScalarType dtype);
 // Returns the element type of a tensor. The caller has checked the dtype with is_floating.
 ElementType element_type(const Tensor& tensor);
 
-// Raises if the tensor requires grad.
 void check_no_grad(const char* op, const char* argument, const Tensor& tensor);
 // Raises if the tensor has a forward-mode tangent. Without this check, the operators would silently drop the tangent.
 void check_no_tangent(const char* op, const char* argument, const Tensor& tensor);

@@ -66,6 +66,14 @@ constexpr float e8m0_to_float(uint8_t code) {
   return std::bit_cast<float>(code == 0xFFU ? 0x7FC00000U : finite);
 }
 
+inline const char* element_at(const void* data, ElementType type, int64_t index) {
+  return static_cast<const char*>(data) + index * element_bytes(type);
+}
+
+inline char* element_at(void* data, ElementType type, int64_t index) {
+  return static_cast<char*>(data) + index * element_bytes(type);
+}
+
 inline float load_element(const void* data, ElementType type, int64_t index) {
   switch (type) {
     case ElementType::float16:

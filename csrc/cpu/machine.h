@@ -24,7 +24,6 @@ struct Machine {
   bool byte_matrix = false;
 };
 
-// Returns the machine on which this process runs.
 inline Machine this_machine(const Parallel& parallel) {
   return {capability().isa, detected().fast_bf16_dot, parallel.num_threads, detected().byte_dot,
           detected().byte_matrix};

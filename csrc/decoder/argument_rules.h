@@ -7,6 +7,8 @@
 
 namespace marlin {
 
+using TwoTensors = std::tuple<Tensor, Tensor>;
+
 // Each check_ function checks the arguments of one operator, and calls fail() of csrc/core/tensor_checks.h.
 void check_rms_norm(const char* op, const Tensor& x, const OptionalTensor& residual, const Tensor& weight, double eps);
 

@@ -23,7 +23,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-using TwoTensors = std::tuple<Tensor, Tensor>;
 using NormSignature = Tensor(const Tensor&, const Tensor&, double, double);
 using AddNormSignature = TwoTensors(const Tensor&, const Tensor&, const Tensor&, double, double);
 using RotarySignature = TwoTensors(const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool, bool, bool);

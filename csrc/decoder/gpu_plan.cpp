@@ -33,7 +33,7 @@ Plan plan_norm(const NormProblem& problem, const GpuDevice& device) {
 
 Plan plan_rotary(const RotaryProblem& problem, const GpuDevice& device) {
   const RotaryParams& params = problem.params;
-  const uint32_t columns = params.head_size - params.rotary_size / 2;
+  const uint32_t columns = params.head_size - params.rotary_size / 2;  // pairs, then the elements that are not rotated
   const uint32_t heads = params.q_heads + params.k_heads;
   const double moved = 2.0 * problem.positions * heads * params.head_size;
   return {.dispatches = {

@@ -25,8 +25,6 @@ TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
 namespace marlin {
 namespace {
 
-using TwoTensors = std::tuple<Tensor, Tensor>;
-
 Tensor rms_norm_meta(const Tensor& x, const Tensor& weight, double eps, double) {
   check_rms_norm("rms_norm", x, std::nullopt, weight, eps);
   return at::empty_symint(x.sym_sizes(), x.options());

@@ -121,11 +121,7 @@ Tensor moe_gemm_autograd(const Tensor& a, const WeightArguments& weight, const T
                          const OptionalTensor& bias, const OptionalTensor& row_weights, bool reduce,
                          std::string_view variant) {
   const char* op = "moe_gemm";
-  check_weight_no_grad(op, weight);
-  if (bias) {
-    check_no_grad(op, "bias", *bias);
-    check_no_tangent(op, "bias", *bias);
-  }
+  check_weight_no_grad(op, weight, bias);
   check_no_tangent(op, "a", a);
   if (row_weights) check_no_tangent(op, "row_weights", *row_weights);
   const bool differentiate =

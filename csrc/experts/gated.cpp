@@ -46,11 +46,7 @@ Tensor moe_gemm_gated_cpu(const Tensor& a, const WeightArguments& weight, const 
 Tensor moe_gemm_gated_autograd(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
                                const OptionalTensor& bias, std::string_view activation, bool interleaved,
                                std::optional<double> limit, std::optional<double> alpha) {
-  check_weight_no_grad(kName, weight);
-  if (bias) {
-    check_no_grad(kName, "bias", *bias);
-    check_no_tangent(kName, "bias", *bias);
-  }
+  check_weight_no_grad(kName, weight, bias);
   check_no_tangent(kName, "a", a);
   if (c10::GradMode::is_enabled() && a.requires_grad()) {
     check_moe_gemm_gated(a, weight, expert_ids, bias, activation, limit, alpha);

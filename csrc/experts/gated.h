@@ -12,12 +12,10 @@ struct GatedProduct {
   Activation activation;
 };
 
-// Raises if an argument is wrong.
 GatedProduct check_moe_gemm_gated(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
                                   const OptionalTensor& bias, std::string_view activation, std::optional<double> limit,
                                   std::optional<double> alpha);
 
-// Calls moe_gemm and then gated_activation.
 Tensor moe_gemm_then_activation(const Tensor& a, const WeightArguments& weight, const Tensor& expert_ids,
                                 const OptionalTensor& bias, std::string_view activation, bool interleaved,
                                 std::optional<double> limit, std::optional<double> alpha);

@@ -1,7 +1,7 @@
 // Plans of moe_gemm. With few rows, each threadgroup computes one row with the body of gemv. With more rows, each
 // threadgroup computes a block of one expert's rows with the body of gemv, fused or tensor. One dispatch computes all
-// products: gemv and fused split K over simdgroups only, and tensor does not split K. With few rows, this dispatch can
-// also add up a token's products or apply a gated activation.
+// products. No second one adds up parts of K, because only the simdgroups of a threadgroup split K (in gemv and fused).
+// With few rows, this dispatch can also add up a token's products or apply a gated activation.
 #include "csrc/experts/gpu_plan.h"
 
 #include "csrc/planner/split_k.h"

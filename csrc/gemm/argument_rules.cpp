@@ -35,19 +35,14 @@ void check_activations(const char* op, OptionalText activations, WeightFormat fo
 
 WeightShape check_gemm(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
                        std::string_view variant, OptionalText activations, const char* op) {
-  const Checker check{op, a.device()};
+  const WeightChecker check{{op, a.device()}};
   if (!is_floating(a.scalar_type()) || a.dim() < 1) fail(op, "a", text(kFloating, " [..., K]"), describe(a));
   WeightShape shape = check_weight(op, weight);
   check.on_device("b_packed", weight.b_packed);
   if (a.sym_size(-1) != shape.K) {
     fail(op, "a", text("[..., K] with K = ", shape.K), describe(a));
   }
-  if (bias) {
-    if (!is_floating(bias->scalar_type()) || bias->dim() != 1 || bias->sym_size(0) != shape.N) {
-      fail(op, "bias", text(kFloating, " [N] = [", shape.N, "]"), describe(*bias));
-    }
-    check.on_device("bias", *bias);
-  }
+  if (bias) check.sized("bias", *bias, is_floating(bias->scalar_type()), kFloating, "N", {shape.N});
   check_variant(op, variant, a);
   check_activations(op, activations, shape.format, variant, a);
   return shape;

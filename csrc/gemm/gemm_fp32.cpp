@@ -19,13 +19,9 @@ Tensor gemm_fp32(const Tensor& a, const WeightArguments& weight, const OptionalT
 Tensor gemm_fp32_autograd(const Tensor& a, const WeightArguments& weight, const OptionalTensor& bias,
                           OptionalText activations) {
   const char* op = "gemm_fp32";
-  check_weight_no_grad(op, weight);
+  check_weight_no_grad(op, weight, bias);
   check_no_grad(op, "a", a);
   check_no_tangent(op, "a", a);
-  if (bias) {
-    check_no_grad(op, "bias", *bias);
-    check_no_tangent(op, "bias", *bias);
-  }
   at::AutoDispatchBelowADInplaceOrView guard;
   return gemm_fp32_op().call(a, weight, bias, activations);
 }

@@ -7,6 +7,9 @@
 
 namespace marlin {
 
+using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
+using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
 // The sizes of one call. S is 1 for mlstm_step.
 struct MlstmShape {
   c10::SymInt B;

@@ -12,8 +12,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
-using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using OutputSignature = ThreeTensors(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                                      const Tensor&, const Tensor&, const Tensor&, int64_t, double);
 using MlstmSignature = FourTensors(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
@@ -26,28 +24,23 @@ using BackwardSignature = MlstmGradients(const Tensor&, const Tensor&, const Ten
                                          const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                                          int64_t, double);
 
-template <class Signature>
-auto find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
 const auto& output_op() {
-  static const auto op = find<OutputSignature>("torch_marlin_metal::mlstm_output");
+  static const auto op = find_operator<OutputSignature>("torch_marlin_metal::mlstm_output");
   return op;
 }
 
 const auto& mlstm_op() {
-  static const auto op = find<MlstmSignature>("torch_marlin_metal::mlstm");
+  static const auto op = find_operator<MlstmSignature>("torch_marlin_metal::mlstm");
   return op;
 }
 
 const auto& step_op() {
-  static const auto op = find<StepSignature>("torch_marlin_metal::mlstm_step");
+  static const auto op = find_operator<StepSignature>("torch_marlin_metal::mlstm_step");
   return op;
 }
 
 const auto& backward_op() {
-  static const auto op = find<BackwardSignature>("torch_marlin_metal::_mlstm_backward");
+  static const auto op = find_operator<BackwardSignature>("torch_marlin_metal::_mlstm_backward");
   return op;
 }
 

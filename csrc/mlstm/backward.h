@@ -1,23 +1,19 @@
 // The backward pass of the mLSTM, and the handle of mlstm_states, which the backward pass calls.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-
 #include <tuple>
 
+#include "csrc/core/weight_arguments.h"
 #include "csrc/mlstm/argument_rules.h"
 
 namespace marlin {
 
-using MlstmStatesSignature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
-                                                                const Tensor&, const OptionalTensor&,
-                                                                const OptionalTensor&, const OptionalTensor&, int64_t,
-                                                                int64_t);
+using MlstmStatesSignature = ThreeTensors(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                          const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, int64_t,
+                                          int64_t);
 
 inline const auto& mlstm_states_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("torch_marlin_metal::mlstm_states", "")
-                             .typed<MlstmStatesSignature>();
+  static const auto op = find_operator<MlstmStatesSignature>("torch_marlin_metal::mlstm_states");
   return op;
 }
 

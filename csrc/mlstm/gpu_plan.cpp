@@ -42,23 +42,19 @@ struct Clocks {
 };
 
 // Estimates the clocks. Larger chunks move fewer states through memory, but they compare each query with more keys.
-Clocks clocks(double DK, double DV, double column_groups, double chunk_size) {
+Clocks clocks(const MlstmProblem& sizes, int64_t chunk_size) {
   constexpr double kBlockTokens = kMlstmBlock;
+  const auto padded = [](int64_t size) { return double(round_up(uint64_t(size), kMlstmSimdColumns)); };
+  const auto columns = static_cast<uint32_t>(sizes.DV);
+  const double column_groups = ceil_divide(columns, kMlstmSimdColumns * output_simdgroups(columns));
+  const double DK = padded(sizes.DK), DV = padded(sizes.DV), tokens = double(chunk_size);
   // The computed rows per query: 1, or more for a chunk that is shorter than a block, because it is padded to a block.
-  const double rows = std::max(1.0, kBlockTokens / chunk_size);
-  const double keys = (std::max(chunk_size, kBlockTokens) + kBlockTokens) / 2;
+  const double rows = std::max(1.0, kBlockTokens / tokens);
+  const double keys = (std::max(tokens, kBlockTokens) + kBlockTokens) / 2;
   const double states = DK * DV / kProductsPerClock;
   const double output = rows * (DK * DV + keys * (DK * column_groups + DV)) / kProductsPerClock;
-  const double memory = DK * DV * sizeof(float) / chunk_size / kBytesPerClock;
+  const double memory = DK * DV * sizeof(float) / tokens / kBytesPerClock;
   return {std::max(states, memory), std::max(output, memory)};
-}
-
-Clocks clocks(const MlstmProblem& sizes, int64_t chunk_size) {
-  const auto DV = static_cast<uint32_t>(sizes.DV);
-  const uint32_t groups = ceil_divide(DV, kMlstmSimdColumns * output_simdgroups(DV));
-  return clocks(static_cast<double>(round_up(uint64_t(sizes.DK), kMlstmSimdColumns)),
-                static_cast<double>(round_up(uint64_t{DV}, kMlstmSimdColumns)), groups,
-                static_cast<double>(chunk_size));
 }
 
 uint32_t choose_chunk_size(const MlstmProblem& sizes) {

@@ -38,10 +38,9 @@ struct MlstmPlan {
 };
 
 // All four functions throw std::invalid_argument if the problem is empty or needs offsets of more than 32 bits.
-// plan_mlstm divides the sequence into segments. The number of chunks in a segment is limited by the states that fit in
-// the workspace. It is also limited by longest_plan_seconds() for all dispatches of a segment, but a segment has at
-// least one chunk. The plan computes the gates of the whole sequence first. Then it computes states and output, segment
-// by segment.
+// plan_mlstm computes the gates of the whole sequence first. Then it computes states and output, segment by segment.
+// The states of a segment fit in the workspace, and all dispatches of a segment take at most longest_plan_seconds(). A
+// segment has at least one chunk in any case.
 MlstmPlan plan_mlstm(const MlstmLaunch& launch, const GpuDevice& device);
 MlstmPlan plan_mlstm_states(const MlstmLaunch& launch, const GpuDevice& device);
 MlstmPlan plan_mlstm_output(const MlstmLaunch& launch, const GpuDevice& device);

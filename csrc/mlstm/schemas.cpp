@@ -30,9 +30,6 @@ TORCH_LIBRARY_FRAGMENT(torch_marlin_metal, m) {
 namespace marlin {
 namespace {
 
-using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
-using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
 ThreeTensors mlstm_states_meta(const Tensor& k, const Tensor& v, const Tensor& i, const Tensor& f,
                                const OptionalTensor& C0, const OptionalTensor& n0, const OptionalTensor& m0,
                                int64_t chunk_size, int64_t save_states_every) {

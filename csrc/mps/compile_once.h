@@ -7,7 +7,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <utility>
 
 namespace marlin::mps {
 

@@ -29,10 +29,10 @@ struct SetParams {
   }
 };
 
-// Returns a small buffer for the slots of absent tensors. Metal's API validation ends the process if a slot that the
-// kernel declares is nil. An operand cannot fill such a slot, because Metal would track it as used, and perhaps as
-// written, by the kernel. This buffer is untracked, and kernels never access it. The host never writes it and it has 16
-// bytes, so the software device and Metal's shader validation report a stray access.
+// Returns a buffer for the slots of absent tensors, which kernels never access. Metal's API validation ends the process
+// if a slot that the kernel declares is nil. Another tensor cannot fill the slot, because Metal would track it as used,
+// and perhaps as written, by the kernel; this buffer is untracked. It has only 16 bytes, which the host never writes,
+// so that the software device and Metal's shader validation report a stray access.
 id<MTLBuffer> absent_tensor() {
   static constexpr NSUInteger kBytes = 16;
   static id<MTLBuffer> buffer = [] {
@@ -75,10 +75,10 @@ uint32_t checked_size(const char* op, const char* name, int64_t size) {
 
 void encode(const CompiledPlan& compiled, Bindings bindings) {
   raise_gpu_failure();
-  // Each call allocates its workspaces anew, because PyTorch's allocator returns freed memory within microseconds.
-  // Reuse of a workspace is safe: later work on the same stream runs after this plan. torch 2.14 and later have several
-  // streams. There the allocator gives freed memory to another stream only when no running work uses it;
-  // softmetal/src/softmetal/apple/pytorch_calls.py checks this.
+  // Each call allocates its workspaces anew, because an allocation from PyTorch's cache takes only microseconds. The
+  // allocator may give a freed workspace to later work while this plan still runs. On the same stream this is safe,
+  // because the later work runs after this plan. To another stream (torch 2.14 and later), the allocator gives freed
+  // memory only when no running work uses it; softmetal/src/softmetal/apple/pytorch_calls.py checks this.
   const Extent& partials = compiled.plan.partials;
   if (partials.z != 0) {
     bindings[kSlotPartials] =

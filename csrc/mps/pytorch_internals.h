@@ -8,7 +8,6 @@
 #include <c10/util/FunctionRef.h>
 
 #include <string>
-#include <vector>
 
 #include "csrc/planner/device.h"
 
@@ -32,38 +31,38 @@ NSUInteger offset_of(const at::Tensor& tensor);
 // below.
 void run_on_queue(void (^block)());
 
-// Ends the encoder and commits the command buffer to the GPU. commit_and_wait() also waits for the GPU. Call them only
-// inside a block of run_on_queue. Do not use the earlier encoder or command buffer afterwards.
+// If `held` is true, work_encoded() does not commit on this thread until hold_commits(false).
+void hold_commits(bool held);
+
+// Call the functions below only inside a block of run_on_queue.
+
+// Ends the encoder and commits the command buffer to the GPU. commit_and_wait() also waits for the GPU. Do not use the
+// earlier encoder or command buffer afterwards.
 void commit();
 void commit_and_wait();
 
-// Ends the encoder and adds a handler to the current command buffer. Call it only inside a block of run_on_queue. Metal
-// calls the handler after the GPU has completed all work that is encoded up to the next commit.
+// Ends the encoder and adds a handler to the current command buffer. Metal calls the handler after the GPU has
+// completed all work that is encoded up to the next commit.
 void add_completed_handler(MTLCommandBufferHandler handler);
 
-// The current command buffer, and the number of the stream (less than kStreams). Call them only inside a block of
-// run_on_queue. A commit replaces the command buffer.
+// The current command buffer, which a commit replaces, and the number of the stream (less than kStreams).
 id<MTLCommandBuffer> command_buffer();
 size_t stream_number();
 
-// Commits if enough work has been encoded (csrc/planner/commit_policy.h). Call it inside a block of run_on_queue, after
-// the block's last kernel. Does not commit if this thread has called hold_commits(true). Does not commit while a
-// profiler or signposts record, because PyTorch then needs one command buffer for each recorded kernel.
+// Commits if enough work has been encoded (csrc/planner/commit_policy.h). Does not commit while a profiler or signposts
+// record, because PyTorch then needs one command buffer for each recorded kernel.
 void work_encoded(double predicted_seconds);
-void hold_commits(bool held);
 
-// Returns the encoder of PyTorch's own kernels. Call it only inside a block of run_on_queue, and again after
-// encode_profiled, which may replace the encoder.
+// Returns the encoder of PyTorch's own kernels. Call it again after encode_profiled, which may replace the encoder.
 id<MTLComputeCommandEncoder> encoder();
 
 // Returns true if torch.mps.profiler is recording kernels.
 bool is_profiling();
 
-// Calls `encode` to encode a kernel, and lets torch.mps.profiler record it. Call it only inside a block of
-// run_on_queue. A recording profiler adds handlers to the command buffer before and after the kernel. macOS 26.4 aborts
-// if an encoder is open at that moment, so this function ends the encoder both times. Only a recording profiler reads
-// `tensors`. Exceptions of `encode` are rethrown. A profiler that waits for the GPU also raises the errors of earlier
-// work.
+// Calls `encode` to encode a kernel, and lets torch.mps.profiler record it. A recording profiler adds handlers to the
+// command buffer before and after the kernel. macOS 26.4 aborts if an encoder is open at that moment, so this function
+// ends the encoder both times. Only a recording profiler reads `tensors`. Exceptions of `encode` are rethrown. A
+// profiler that waits for the GPU also raises the errors of earlier work.
 void encode_profiled(id<MTLComputePipelineState> pipeline, const std::string& name, at::TensorList tensors,
                      c10::function_ref<void()> encode);
 

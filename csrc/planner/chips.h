@@ -75,9 +75,9 @@ struct GpuFamily {
   MARLIN_FAMILY_FIGURES(MARLIN_FIGURE_FIELD)
 };
 
-// Measurements show that Apple8 has the core of Apple7 at another clock. From Apple9 on, registers, threadgroup memory
-// and L1 share one memory, which the GPU divides at run time. The size of this memory is not published, so the rows of
-// these families have Apple7's sizes. Apple10 is the first family with tensor units.
+// Apple8 has the core of Apple7 at another clock, so most of its figures are those of Apple7. From Apple9 on,
+// registers, threadgroup memory and L1 share one memory, which the GPU divides at run time. The size of this memory is
+// not published, so the rows of these families have Apple7's sizes. Apple10 is the first family with tensor units.
 inline constexpr auto kGpuFamilies = [] {
   using namespace sources;
   return std::array<GpuFamily, 4>{{

@@ -16,10 +16,10 @@ namespace marlin {
 // to half.
 enum class Arithmetic : uint8_t { half, emulated_bfloat, single, bfloat_operands };
 
-// The clocks of its scheduler that a simdgroup of a kernel needs for a row block, without the matrix products. They
-// grow with the number of units in the block. In gemv, a unit is one row; in fused, a unit is eight rows. In tensor, a
-// simdgroup always computes 32 rows, a unit is one product of 16 k, and unit_end is the cost of the sums of activations
-// that weights with biases need.
+// The clocks of the scheduler that a kernel needs for one simdgroup's row block, without the matrix products. They grow
+// with the number of units in the block. A unit is one row in gemv and eight rows in fused. In tensor, where a
+// simdgroup always computes 32 rows, a unit is one product of 16 k. There unit_end is the cost of the sums of
+// activations, which weights with biases need.
 struct Decision {
   Arithmetic arithmetic;
   CodeKind codes;
@@ -32,9 +32,9 @@ struct Decision {
 };
 
 // The 16-bit registers per thread of a kernel: `product` by number of units, `experts` for moe_gemm in the order of its
-// tiles (csrc/planner/variants.cpp). In tensor, both need the same number. The rows are counts for single formats and
-// not averages of a code kind, because the compiler's choice of registers follows no rule, and a few more registers can
-// halve the threadgroups on a core. A format without a row uses the first row of its code kind.
+// tiles (csrc/planner/variants.cpp). In tensor, both need the same number. Each row counts a single format, because the
+// compiler's choice follows no rule and a few more registers can halve the threadgroups on a core. A format without a
+// row uses the first row of its code kind.
 struct Registers {
   Arithmetic arithmetic;
   CodeKind codes;

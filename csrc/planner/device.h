@@ -26,14 +26,13 @@ struct MetalSystem {
   auto operator<=>(const MetalSystem&) const = default;
 };
 
-// The oldest system on which tensor units are used. M5 is family Apple10. MLX requires the same version of macOS
-// (mlx/backend/metal/device.cpp): macOS 26.0 has the functions, but bfloat operands came with 26.1.
+// The oldest system on which tensor units are used. M5 is family Apple10. macOS 26.0 has the functions, bfloat operands
+// came with 26.1, and MLX requires 26.2 (mlx/backend/metal/device.cpp).
 inline constexpr MetalSystem kTensorSystem{10, {26, 2}, {4, 0}};
 
-// Returns the reason why gemm_tensor cannot run on a machine, or an empty text if it can. A check of the language
-// version alone would not suffice, because macOS 26 compiles the kernel for every chip. On an M4, which has no tensor
-// units, such a kernel ran at half the speed of PyTorch's own product (comment on a pull request of PyTorch). So this
-// function also checks the GPU's family.
+// Returns the reason why gemm_tensor cannot run on a machine, or an empty text if it can. The GPU's family matters,
+// because macOS 26 compiles the kernel for every chip. On an M4, which has no tensor units, such a kernel ran at half
+// the speed of PyTorch's own product (reported by a maintainer of PyTorch).
 std::string tensor_refusal(const MetalSystem& system);
 
 // The largest weight, in bytes after the decode, that a product may decode to memory at each call.

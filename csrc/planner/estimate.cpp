@@ -31,8 +31,7 @@ constexpr double kDenseLaunch = 20e-6;
 constexpr double kDenseFraction = 0.88;
 // The seconds per pair of moe_sort: one threadgroup reads all pairs twice.
 constexpr double kSortSeconds = 4e-9;
-// A number of blocks that should be whole may exceed a whole number by up to this fraction, because it is a sum of
-// rounded probabilities.
+// A number of blocks is a sum of rounded probabilities, so it may exceed a whole number by up to this fraction.
 constexpr double kRounding = 1e-9;
 // If experts have more rows than this on average, the distribution of rows no longer matters.
 constexpr uint32_t kManyRows = 64;
@@ -110,8 +109,8 @@ struct Core {
 };
 
 // Returns the cost of a launch of equal threadgroups. Each has `rows` rows, of which `used` have work on average. A
-// core computes all resident threadgroups at once. A last, incomplete round takes at least the time of one simdgroup
-// alone.
+// core computes its threadgroups in rounds of as many as it can hold. The last round may hold fewer, and takes at least
+// the time of one simdgroup alone.
 Core busiest_core(const Tiling& tiling, const GemmProblem& problem, uint64_t threadgroups, uint32_t rows, double used,
                   double more_start, const GpuDevice& device) {
   const GpuFamily& family = family_of(*device.chip);
@@ -298,8 +297,8 @@ Routing expected_routing(uint32_t tokens, uint32_t top_k, uint32_t experts, uint
     routing.blocks += experts * probability * ceil_divide(rows, block_rows);
     probability *= (tokens - rows) / (rows + 1.0) * chosen / (1 - chosen);
   }
-  // If nearly all of very many experts are chosen, the first probability underflows, and so both sums are 0. Then each
-  // expert has nearly all tokens.
+  // If each token chooses nearly all of very many experts, the first probability underflows, so both sums are 0. Then
+  // each expert has nearly all tokens.
   return routing.blocks > 0 ? routing : Routing{double(experts), double(experts) * ceil_divide(tokens, block_rows)};
 }
 

@@ -5,7 +5,6 @@
 #include <array>
 #include <cstdint>
 #include <iosfwd>
-#include <string>
 #include <variant>
 #include <vector>
 
@@ -43,7 +42,6 @@ struct Plan {
 
 // Returns the sum of the predicted GPU times of all dispatches.
 double seconds(const Plan& plan);
-// Sets the predicted time of each dispatch.
 void set_seconds(Plan& plan, const struct Estimate& estimate);
 
 Plan build_plan(const Tiling& tiling, const GemmProblem& problem, const GpuDevice& device);

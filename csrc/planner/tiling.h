@@ -50,7 +50,6 @@ constexpr RowBlocks row_blocks(const Tiling& tiling, uint32_t M, uint32_t launch
   return launch == 0 ? RowBlocks{0, rows, M / rows} : RowBlocks{M - M % rows, tiling.rest_rows, 1};
 }
 
-// Returns the number of tiles that cover the product.
 constexpr uint64_t tile_count(const TileShape& tile, const GemmProblem& problem) {
   return uint64_t{ceil_divide(problem.M, tile.M)} * ceil_divide(problem.weight.N, tile.N);
 }

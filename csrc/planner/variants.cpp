@@ -45,8 +45,8 @@ std::string tensor_units_refusal(const GemmProblem& problem, const GpuDevice& de
          " weights (tensor units multiply float16 and bfloat16 activations by weights without a lut)";
 }
 
-// A simdgroup of tensor always computes 32 rows. So by the model of lab/, tensor is not faster than gemv and fused for
-// up to eight rows.
+// For up to eight rows, tensor is not faster than gemv and fused by the model of lab/, because a simdgroup of tensor
+// always computes 32 rows.
 bool has_rows_for_tensor(const GemmProblem& problem, const GpuDevice& /*device*/) {
   return problem.M > kBlock;
 }
@@ -74,8 +74,8 @@ constinit const VariantRules gemv_variant{
     .simdgroup_columns = kGemvColumns,
     .row_unit = 1,
 };
-// In published measurements on an M1 (the mlx-omarchy project), threadgroups of two simdgroups reached two thirds of
-// the matrix rate of larger threadgroups.
+// fewest_slices is 4, because threadgroups of two simdgroups reached only two thirds of the matrix rate of larger ones
+// (the mlx-omarchy project, measured on M1).
 constinit const VariantRules fused_variant{
     .tiles = kFusedTiles,
     .expert_tiles = kFusedExpertTiles,

@@ -2,11 +2,9 @@
 // each variant.
 #pragma once
 
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "csrc/planner/plan.h"
 

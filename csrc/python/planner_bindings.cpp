@@ -150,9 +150,8 @@ py::tuple gemm_plans(const std::string& chip, uint32_t cores, bool half_subnorma
   return py::make_tuple(rows, &chosen - tilings.data(), reason(chosen, problem, device));
 }
 
-// Returns the tiling's name, the dispatches of a moe_gemm, and whether its kernel also computes a gated activation.
-// In formats with one-byte scales, a scale has one byte. All other scales, and the tokens, have the type of the
-// activations.
+// Returns the tiling's name, the dispatches of a moe_gemm, and whether its kernel also computes a gated activation. The
+// tokens, and all scales that are not one-byte codes, have the type of the activations.
 py::tuple moe_plan(const std::string& chip, uint32_t cores, uint32_t tokens, uint32_t top_k, uint32_t experts,
                    uint32_t N, uint32_t K, const std::string& format, uint32_t group_size,
                    const std::string& activations, bool rows_by_slot, bool reduce, const std::string& variant) {

@@ -222,7 +222,7 @@ void check_transpose_words(const Tensor& words) {
   WeightChecker{{"transpose_words", words.device()}}.words("words", words, "N, K/8");
 }
 
-void check_weight_no_grad(const char* op, const WeightArguments& weight) {
+void check_weight_no_grad(const char* op, const WeightArguments& weight, const OptionalTensor& bias) {
   const auto check = [op](const char* argument, const Tensor& tensor) {
     check_no_grad(op, argument, tensor);
     check_no_tangent(op, argument, tensor);
@@ -233,6 +233,7 @@ void check_weight_no_grad(const char* op, const WeightArguments& weight) {
   if (weight.super_zeros) check("super_zeros", *weight.super_zeros);
   if (weight.global_scale) check("global_scale", *weight.global_scale);
   if (weight.lut) check("lut", *weight.lut);
+  if (bias) check("bias", *bias);
 }
 
 }  // namespace marlin

@@ -58,7 +58,7 @@ void check_awq_repack(const Tensor& qweight);
 void check_transpose_words(const Tensor& words);
 void check_awq_unpack_zeros(const Tensor& qzeros);
 
-// Raises if a tensor of the weight requires grad or has a forward-mode tangent.
-void check_weight_no_grad(const char* op, const WeightArguments& weight);
+// Raises if a tensor of the weight, or the bias, requires grad or has a forward-mode tangent.
+void check_weight_no_grad(const char* op, const WeightArguments& weight, const OptionalTensor& bias = std::nullopt);
 
 }  // namespace marlin

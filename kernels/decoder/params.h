@@ -1,14 +1,5 @@
-// The slots, parameters and launch sizes of the kernels in decoder/: RMS norm, rotary embedding, gated activation and
-// cache writes. For shaders and host, in the C subset of kernels/shared/types.h.
-//
-// Launch sizes. Grids are in threadgroups.
-//   rms_norm: threads (norm_threads(columns), 1, 1), grid (rows, 1, 1); threadgroup memory kNormBytes.
-//   rotary: threads (kRotaryWidth, kRotaryHeight, 1), grid (ceil(columns / width), ceil(heads / height), batches *
-//     tokens). Columns are the pairs, then the elements that are not rotated. Heads are those of q, then those of k.
-//   gated_activation: threads (kElementwiseWidth, kElementwiseHeight, 1), grid (ceil(columns / width),
-//     ceil(rows / height), 1).
-//   write_cache: threads (kCacheWidth, kCacheHeight, 1), grid (ceil(columns / width), ceil(2 * heads / height),
-//     batches * tokens). Columns are the larger of k_size and v_size. Heads are those of k, then those of v.
+// The slots and parameters of the kernels in decoder/: RMS norm, rotary embedding, gated activation and cache writes.
+// For shaders and host, in the C subset of kernels/shared/types.h. csrc/decoder/gpu_plan.cpp defines the grids.
 #pragma once
 
 #include "kernels/shared/slots.h"

@@ -13,7 +13,6 @@ MARLIN_INLINE uint expert_of(const device uchar* ids, uint pair, uint id_bytes, 
   return id >= 0 && id < long(experts) ? uint(id) : experts;
 }
 
-// Returns the bytes of an element of a type that is a function constant.
 MARLIN_INLINE uint bytes_of(int type) {
   return element_bytes(ElementType(type));
 }
@@ -42,19 +41,16 @@ MARLIN_INLINE Product<T> product_of_expert(thread Product<T>& product, uint expe
   return moved;
 }
 
-// Returns the address of a pair's row of activations.
 template <typename T>
 MARLIN_INLINE const device T* row_of_pair(const device T* a, uint pair, constant MoeParams& params) {
   return a + int64_t(pair / params.top_k) * params.product.a_row_stride +
          int64_t(pair % params.top_k) * params.a_slot_stride;
 }
 
-// Returns one column of an expert's bias, or 0 if there is no bias.
 MARLIN_INLINE float bias_of(const device uchar* bias, uint expert, uint n, uint N) {
   return has_bias ? load_element(bias, ulong(expert) * N + n, bias_type) : 0.0f;
 }
 
-// Returns the row weight of a pair, or 1 if there are no row weights.
 MARLIN_INLINE float weight_of(const device uchar* row_weights, uint pair, int type) {
   return type >= 0 ? load_element(row_weights, pair, type) : 1.0f;
 }

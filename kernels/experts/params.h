@@ -48,8 +48,8 @@ static_assert(sizeof(MoeReduceParams) == 24, "shared with the shaders");
 enum { kMoeGemvRows = 4 };
 
 // The limit of simdgroups in a threadgroup of moe_gemv_reduce. Each slot of a token has its own simdgroups, which split
-// K between them. A thread uses at most 143 half-registers (Mesa's compiler), with which a threadgroup on an M1 can
-// have up to 22 simdgroups.
+// K between them. A thread uses at most 143 half-registers (Mesa's compiler), so a threadgroup on an M1 can have up to
+// 22 simdgroups.
 enum { kMoeReduceMaxSimdgroups = 20 };
 
 // moe_sort runs as one threadgroup. It sorts the pairs of kMoeSortThreads experts at a time, with one thread per
@@ -58,7 +58,6 @@ enum { kMoeReduceMaxSimdgroups = 20 };
 enum {
   kMoeSortThreads = 256,
   kMoeSortSimdgroups = 8,
-  kMoeSortBytes = 4 * kMoeSortSimdgroups * (kMoeSortThreads + 1),  // of threadgroup memory
   kMoeBlockWords = 3,
 };
 static_assert(static_cast<int>(kMoeSortSimdgroups) * kSimdWidth == static_cast<int>(kMoeSortThreads),

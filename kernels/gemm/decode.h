@@ -218,8 +218,8 @@ MARLIN_INLINE half4 small_bytes(uint word, half zero) {
 }
 
 // Decodes a block of integers to (q - zero) * 2^-9, exactly. Requires subnormal_codes: a masked code, read as a half,
-// is q * 2^-24, or q * 2^-20 for odd codes. For a word of nibbles, this function needs 8 operations on pairs, and
-// exact_codes needs 12.
+// is q * 2^-24, or q * 2^-20 for odd codes. For a word of nibbles, this takes 8 operations on pairs instead of the 12
+// of exact_codes.
 template <WeightFormat format>
 MARLIN_INLINE Vec8<half> small_codes(BlockWords<format> words, half zero) {
   const uint word = words.word[0];

@@ -87,11 +87,10 @@ struct FusedAccumulators {
 
   static MARLIN_INLINE bool has_block(uint i) { return i * kBlock < uint(rows_per_threadgroup); }
 
-  // Returns true if each load fetches the activations of two fragments instead of four. With 32 rows of fp32, loads of
-  // four fragments need 231 half-registers per thread (M1), and a core holds only two threadgroups of five simdgroups,
-  // the size that the planner chooses. Loads of two fragments need 207, and a core holds three threadgroups. For 8-bit
-  // codes, one load cannot fetch four fragments, because the k of the last two are kFusedByteWordK after those of the
-  // first two.
+  // Returns true if each load fetches the activations of two fragments instead of four. For 8-bit codes, one load
+  // cannot fetch four, because the k of the last two are kFusedByteWordK after those of the first two. With 32 rows of
+  // fp32, loads of four fragments need 231 half-registers per thread, and loads of two need 207. With 207, an M1 core
+  // holds three instead of two threadgroups of the size that the planner chooses, five simdgroups.
   static MARLIN_INLINE bool loads_pairs() {
     return is_wide() || (sizeof(T) == 4 && row_blocks == kFusedRowBlocks && rows_per_threadgroup == kFusedMaxRows);
   }

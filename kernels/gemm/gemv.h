@@ -58,14 +58,12 @@ struct GemvAccumulators {
     return a.load_quad(row + (has_perm ? 0 : quad), k + quad);
   }
 
-  // Returns true if the type of the activations has values that need the check for small activations. The decode scales
-  // integer and E2M1 codes down by up to 2^24, so their product with a very small activation could be subnormal in fp32
-  // and lose bits. fp16 has no such activations, because its smallest nonzero value, 2^-24, is large enough. Codes of a
-  // table are not scaled down.
+  // Returns true if activations can be too small for the fast decode. It scales codes down by up to 2^24, so the
+  // product with a very small activation could be subnormal in fp32 and lose bits. fp16 has no such activations,
+  // because its smallest nonzero value is 2^-24. Codes of a table are not scaled down.
   static constexpr bool checks_activations() { return !is_same_v<T, half> && code_kind(format) != CodeKind::table; }
 
-  // Returns true if an activation is so small that its product with a code scaled down by 2^24 would be flushed to zero
-  // or lose bits.
+  // Returns true if an activation is nonzero and smaller than kSmallActivation.
   MARLIN_INLINE bool has_small_activations(uint k, uint length) const thread {
     if (!checks_activations()) return false;
     bool found = false;

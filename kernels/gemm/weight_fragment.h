@@ -1,9 +1,9 @@
 // Decodes packed words in registers to fp32 operands of the matrix unit. One instruction per weight applies scale and
 // zero point. The operand is the transposed weight: its rows are n and its columns are k. The 32 k of a column are
 // divided into four fragments. In fragment j, columns 2p and 2p + 1 are one pair of codes (decode.h), so one mask on
-// one word gives both elements of a lane. For 4-bit codes, this is pair j of word p, that is, k = 8p + j and 8p + j +
-// 4. For 8-bit codes, it is a pair of word p (j = 0 and 1) or of word p + 4 (j = 2 and 3): with i = j % 2, it is k = 4p
-// + i and 4p + i + 2, plus 16 in word p + 4.
+// one word gives both elements of a lane. For 4-bit codes, this is pair j of word p: k = 8p + j and 8p + j + 4. For
+// 8-bit codes, it is a pair of word p if j < 2, and of word p + 4 otherwise. With i = j % 2, the pair of word p is k =
+// 4p + i and 4p + i + 2, and the k of word p + 4 are 16 higher.
 #pragma once
 
 #include "kernels/gemm/fragment.h"

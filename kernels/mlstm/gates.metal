@@ -4,8 +4,8 @@
 // sigmoid(f). Two numbers describe a run of tokens: its decay, which is the sum of lf, and its peak, which is the
 // stabiliser after the run if no token precedes it. Such pairs combine associatively, so one simdgroup scans a block of
 // 32 tokens. A threadgroup computes one head, and its simdgroups share the head's chunks. The stabilisers between
-// chunks are computed one after the other, from the same sums as the exponents. So if a chunk adds nothing to the
-// state, the state's factor is exactly 1.
+// chunks are then computed one after the other. They use the same sums as the exponents, so the factor of the state is
+// exactly 1 if a chunk adds nothing to it.
 //
 // No decay is the difference of two sums, so decays of any size keep their precision. A forget gate of minus infinity
 // resets the state.

@@ -326,8 +326,8 @@ template <typename T>
 
   const device T* chunk_k = first_token(k, params.k, params, head) + int64_t(start) * params.k.token;
   const ulong slot = ulong(head) * params.state_slots + c;
-  // state_sums is in memory that holds no scores: that of a pair of fragments above the diagonal of the queries' own
-  // block.
+  // state_sums uses the memory of a pair of fragments above the diagonal of the queries' own block. That memory holds
+  // no scores.
   threadgroup float* state_sums =
       reinterpret_cast<threadgroup float*>(shared + (query_block * kScorePairs + 1) * (2 * kSimdWidth));
   const device float* n = states_n + slot * params.DK;

@@ -204,9 +204,7 @@ def test_hqq_settings_that_are_no_numbers(tmp_path, value) -> None:
 
 
 def test_layers_that_do_more_than_multiply_are_refused(tmp_path) -> None:
-    """A layer that multiplies its input by a factor, rotates it, or has quantized scales is refused, not computed
-    wrongly.
-    """
+    """Such a layer multiplies its input by a factor, rotates it, or has quantized scales."""
     rng = np.random.default_rng(1)
     writers.write_nvfp4(tmp_path, rng, K, N, container="modelopt")
     change(tmp_path, pre_quant_scale=torch.ones(K))

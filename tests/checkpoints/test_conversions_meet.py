@@ -45,13 +45,15 @@ def source(tmp_path) -> Path:
     return many_layers(tmp_path / "source")
 
 
-def interrupted(source: Path, destination: Path, at: int = 7) -> Path:
+def interrupted(source: Path, destination: Path, at: int | None = 7, **options) -> Path:
+    """Stops a conversion after `at` items, or after the last one, and returns the folder of its partial result."""
+
     def interrupt(name: str, done: int, count: int) -> None:
-        if done == at:
+        if done == (at or count):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write(source, destination, progress=interrupt)
+        write(source, destination, progress=interrupt, **options)
     return destination.with_name(destination.name + ".partial")
 
 
@@ -191,19 +193,9 @@ def test_the_journal_grows_by_what_is_new(tmp_path, target) -> None:
         (tmp_path / f"{layers}").mkdir()
         source = many_layers(tmp_path / f"{layers}", layers)
         options = {"version": 2} if target == "gptq" else {}
-        work = interrupted_at_the_end(source, tmp_path / f"out{layers}", target=target, **options)
+        work = interrupted(source, tmp_path / f"out{layers}", None, target=target, **options)
         sizes[layers] = (work / JOURNAL).stat().st_size
     assert sizes[80] < 4.5 * sizes[20]
-
-
-def interrupted_at_the_end(source: Path, destination: Path, **options) -> Path:
-    def interrupt(name: str, done: int, count: int) -> None:
-        if done == count:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write(source, destination, progress=interrupt, **options)
-    return destination.with_name(destination.name + ".partial")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "notes.md", "merges.txt"])
@@ -279,7 +271,7 @@ def test_settings_of_an_interrupted_export_are_those_of_a_whole_one(source, tmp_
     for target in exporters.EXPORTERS:
         options = {"target": target} | ({"version": 2} if target == "gptq" else {})
         whole = write(source, tmp_path / f"whole-{target}", **options)
-        work = interrupted_at_the_end(source, tmp_path / f"out-{target}", **options)
+        work = interrupted(source, tmp_path / f"out-{target}", None, **options)
         assert len((work / JOURNAL).read_bytes().split(b"\n")) > 3
         again = write(source, tmp_path / f"out-{target}", **options)
         assert json.loads((again / "config.json").read_text()) == json.loads((whole / "config.json").read_text())

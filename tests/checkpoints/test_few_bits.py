@@ -126,9 +126,7 @@ def test_gptq_in_planes(tmp_path, rng, bits) -> None:
 
 @pytest.mark.parametrize(("bits", "ones"), [(2, 0x55555555), (8, 0x01010101)])
 def test_a_zero_point_of_0_borrows_in_version_1(tmp_path, rng, bits, ones) -> None:
-    """GPTQModel subtracts 1 from whole words of zero points, so a zero point of 0 becomes 3 and borrows from the next
-    one.
-    """
+    """GPTQModel subtracts 1 from each field of a word at once, so a zero point of 0 borrows from the next one."""
     expected, top = write_gptq(tmp_path, rng, bits, version=2), (1 << bits) - 1
     tensors = load_file(tmp_path / "model.safetensors")
     words = tensors[f"{LAYER}.qzeros"]
@@ -148,7 +146,7 @@ def test_a_zero_point_of_0_borrows_in_version_1(tmp_path, rng, bits, ones) -> No
     ("bits", "group_size"), [(1, 64), (2, 32), (3, 32), (3, 64), (4, 32), (5, 64), (6, 32), (6, 8), (8, 64)]
 )
 def test_hqq(tmp_path, bits, group_size) -> None:
-    """The package hqq packs and decodes. A word has ten 3-bit codes; the number of groups is no multiple of ten."""
+    """Compares with the package hqq. Its words hold ten 3-bit codes, and the number of groups is no multiple of ten."""
     torch.manual_seed(0)
     options = {"axis": 1, "compute_dtype": torch.float32, "device": "cpu", "optimize": False}
     packed, meta = Quantizer.quantize(torch.randn(N, K), nbits=bits, group_size=group_size, **options)

@@ -40,7 +40,7 @@ FP16_AT = {
     "IQ3_XXS": [0],
     "IQ3_S": [0],
 }
-# For each type: the group size of the packed weight, and its bits per weight, including scales.
+# For each type: the packed weight's format and group size, and its bits per weight with the scales.
 SIZES = {
     "Q4_K": ("uint4_bias", 32, 4.625),
     "IQ4_XS": ("lut4", 32, 4.3125),
@@ -335,7 +335,7 @@ def test_truncated_at_every_length(tmp_path, type_name) -> None:
 
 
 def test_olmos_biases_stay_where_they_are() -> None:
-    """llama.cpp reorders the rows of q and k of OLMo only in the weights, those of Llama also in the biases."""
+    """llama.cpp reorders the rows of q and k: for OLMo only in the weights, for Llama also in the biases."""
     heads = {"olmo.attention.head_count": 2, "llama.attention.head_count": 2}
     assert row_order("blk.0.attn_q.bias", "olmo", heads, 64) is None
     for name, architecture in (("weight", "olmo"), ("weight", "llama"), ("bias", "llama")):

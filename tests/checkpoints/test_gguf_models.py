@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
+from tests.checkpoints.test_gguf import Writer
 from tests.support.gguf_models import FAMILIES, IDS, model_of, outputs, write
 from tests.support.llama import MODELS, write_gguf
 from torch_marlin_metal import MarlinExperts, MarlinLinear, convert, load_quantized
@@ -233,24 +234,19 @@ def test_value_heads_that_fill_no_groups_make_one_matrix_floats(tmp_path) -> Non
 
 
 def test_nvfp4_of_gemma_4_has_the_scales_of_experts_in_its_own(tmp_path) -> None:
-    """In NVFP4, llama.cpp multiplies each expert's scale by the router's scale of this expert, which becomes 1.
+    """The tensor `ffn_down_exps.scale` has the router's scales of the experts, and with NVFP4 also the weights' scales.
 
-    In Q4_0, the router keeps its scales.
+    With NVFP4 it therefore becomes the global scales of the weights, and the router gets ones.
     """
-    scales, nvfp4 = torch.tensor([0.5, 1.0, 2.0, 3.0]), GGMLQuantizationType.NVFP4
-    for kind, router in ((nvfp4, torch.ones(4)), (GGMLQuantizationType.Q4_0, scales)):
-        writer = GGUFWriter(tmp_path / "m.gguf", "gemma4")
-        blocks = np.full((4, 64, 36), 0x38, dtype=np.uint8) if kind == nvfp4 else np.zeros((4, 64, 36), dtype=np.uint8)
-        writer.add_tensor("blk.0.ffn_down_exps.weight", blocks, raw_dtype=kind)
-        writer.add_tensor("blk.0.ffn_down_exps.scale", scales.numpy())
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        reader = convert.open_reader(tmp_path / "m.gguf", gguf_names="hf")
+    scales = torch.tensor([0.5, 1.0, 2.0, 3.0])
+    for kind, router in (("NVFP4", torch.ones(4)), ("Q4_0", scales)):
+        blocks = np.full((4, 64, 36), 0x38 if kind == "NVFP4" else 0, dtype=np.uint8)
+        writer = Writer(tmp_path / "m.gguf", "gemma4").add("blk.0.ffn_down_exps.weight", blocks, kind)
+        path = writer.add("blk.0.ffn_down_exps.scale", scales.numpy()).write()
+        reader = convert.open_reader(path, gguf_names="hf")
         layers = list(reader)
         assert [layer.name for layer in layers] == [f"model.layers.0.experts.{e}.down_proj" for e in range(4)]
-        if kind == nvfp4:
+        if kind == "NVFP4":
             assert torch.equal(torch.stack([layer.global_scale.view(()) for layer in layers]), scales)
         others = dict(reader.other_tensors())
         assert others.keys() == {"model.layers.0.router.per_expert_scale"}
@@ -298,7 +294,8 @@ def test_an_architecture_that_only_transformers_reads_is_loaded_by_transformers(
     """T5 has no table of names here. transformers' own code for T5 decodes the whole file."""
     sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 1, "num_heads": 2}
     config = T5Config(**sizes, feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0)
-    model, writer = T5ForConditionalGeneration(config).eval(), GGUFWriter(tmp_path / "m.gguf", "t5")
+    file = Writer(tmp_path / "m.gguf", "t5")
+    model, writer = T5ForConditionalGeneration(config).eval(), file.gguf
     for name, value in {
         "embedding_length": 64,
         "feed_forward_length": 96,
@@ -322,10 +319,7 @@ def test_an_architecture_that_only_transformers_reads_is_loaded_by_transformers(
         stored = quantize(values, kind)
         writer.add_tensor(target, stored, raw_dtype=kind)
         values[...] = dequantize(stored, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    file.write()
     told: list[str] = []
     monkeypatch.setattr(take_over_logger, "warning", told.append)
     load = AutoModelForSeq2SeqLM.from_pretrained

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.checkpoints.test_bad_files import string
 from tests.support import checkpoint_writers as writers
 from tests.support.checkpoint_damage import GPTQ, configure, fails
 from torch_marlin_metal import convert
@@ -90,10 +91,6 @@ def test_a_tensor_that_memory_does_not_hold(tmp_path, monkeypatch, error) -> Non
     monkeypatch.setattr(safetensors.torch, "empty", no_memory)
     with pytest.raises(convert.CheckpointError, match=r"model\.safetensors: tensor '.*': no memory for its \d+ bytes"):
         list(reader)
-
-
-def string(text: str) -> bytes:
-    return struct.pack("<Q", len(text)) + text.encode()
 
 
 def gguf_with(path: Path, *metadata: bytes) -> Path:

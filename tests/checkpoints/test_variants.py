@@ -93,21 +93,6 @@ def test_gptq_modules_with_settings_of_their_own(tmp_path, rng) -> None:
     np.testing.assert_array_equal(decode(tmp_path), expected)
 
 
-def test_gptq_settings_in_a_file_of_their_own_without_a_method(tmp_path, rng) -> None:
-    expected = writers.write_gptq(tmp_path, rng, K, N, 32, sym=True)
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False}))
-    np.testing.assert_array_equal(decode(tmp_path), expected)
-
-
-def test_awq_settings_in_a_file_of_their_own_without_a_method(tmp_path, rng) -> None:
-    expected = writers.write_awq(tmp_path, rng, K, N, 32)
-    (tmp_path / "config.json").unlink()
-    old = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
-    (tmp_path / "quant_config.json").write_text(json.dumps(old))
-    np.testing.assert_array_equal(decode(tmp_path), expected)
-
-
 def test_awq_without_zero_points_is_symmetric(tmp_path, rng) -> None:
     writers.write_awq(tmp_path, rng, K, N, 32)
     codes = load_file(tmp_path / "model.safetensors")[f"{LAYER}.qweight"]
@@ -127,25 +112,24 @@ def test_awq_products_that_no_integer_zero_point_gives_stay_floating(tmp_path, r
     assert torch.equal(weight.zeros, products[:4])
 
 
-def small_group_writers() -> dict[str, Any]:
-    return {
-        "gptq": lambda path, rng: writers.write_gptq(path, rng, K, N, 8, version=2),
-        "gptq act-order": lambda path, rng: writers.write_gptq(path, rng, K, N, 8, version=2, act_order=True),
-        "awq": lambda path, rng: writers.write_awq(path, rng, K, N, 8),
-        "compressed-tensors": lambda path, rng: writers.write_compressed_tensors(path, rng, K, N, 8, sym=False),
-        "hqq": lambda path, rng: writers.write_hqq(path, rng, K, N, 8),
-        "hqq axis 0": lambda path, rng: writers.write_hqq(path, rng, K, N, 64, axis=0),
-        "intx": lambda path, rng: writers.write_intx(path, rng, K, N, 8, sym=False),
-        "bitsandbytes": lambda path, rng: writers.write_bitsandbytes(path, rng, 72, N, 64),
-        "bitsandbytes, odd K": lambda path, rng: writers.write_bitsandbytes(path, rng, 66, N, 64),
-        "compressed-tensors, odd K": lambda path, rng: writers.write_compressed_tensors(path, rng, 100, N, 32),
-        "intx, odd K": lambda path, rng: writers.write_intx(path, rng, 100, N, 32, sym=True),
-    }
+UNSUPPORTED: dict[str, Any] = {
+    "gptq": lambda path, rng: writers.write_gptq(path, rng, K, N, 8, version=2),
+    "gptq act-order": lambda path, rng: writers.write_gptq(path, rng, K, N, 8, version=2, act_order=True),
+    "awq": lambda path, rng: writers.write_awq(path, rng, K, N, 8),
+    "compressed-tensors": lambda path, rng: writers.write_compressed_tensors(path, rng, K, N, 8, sym=False),
+    "hqq": lambda path, rng: writers.write_hqq(path, rng, K, N, 8),
+    "hqq axis 0": lambda path, rng: writers.write_hqq(path, rng, K, N, 64, axis=0),
+    "intx": lambda path, rng: writers.write_intx(path, rng, K, N, 8, sym=False),
+    "bitsandbytes": lambda path, rng: writers.write_bitsandbytes(path, rng, 72, N, 64),
+    "bitsandbytes, odd K": lambda path, rng: writers.write_bitsandbytes(path, rng, 66, N, 64),
+    "compressed-tensors, odd K": lambda path, rng: writers.write_compressed_tensors(path, rng, 100, N, 32),
+    "intx, odd K": lambda path, rng: writers.write_intx(path, rng, 100, N, 32, sym=True),
+}
 
 
-@pytest.mark.parametrize("case", small_group_writers())
+@pytest.mark.parametrize("case", UNSUPPORTED)
 def test_what_the_operators_cannot_represent_is_decoded_on_request(tmp_path, rng, case) -> None:
-    expected = small_group_writers()[case](tmp_path, rng)
+    expected = UNSUPPORTED[case](tmp_path, rng)
     with pytest.raises(convert.UnsupportedFormat, match=LAYER):
         list(convert.read_layers(tmp_path))
     (dense,) = convert.read_layers(tmp_path, on_unsupported="dequantize")

@@ -11,25 +11,20 @@ import pytest
 import torch
 from rich.table import Table
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
+from tests.cli.test_cli import call
 from tests.support.programs import run_python
 from torch_marlin_metal import tuning
 from torch_marlin_metal.cli import output
-from torch_marlin_metal.cli.app import COMMANDS, app
+from torch_marlin_metal.cli.app import COMMANDS
 from torch_marlin_metal.printing import RichText, table
 
 ROOT = Path(__file__).parents[2]
-GPTQ = Path(__file__).parents[1] / "data/layers/gptq/gptqmodel-asym-g64-v1"
+LAYERS = ROOT / "tests/data/layers"
+GPTQ = LAYERS / "gptq/gptqmodel-asym-g64-v1"
 LAYER = "model.layers.0.self_attn.k_proj"
 ESCAPES = "a\x1b[31m\x1b]0;title\x07[red][/b]\ud800\n:smile:"
 SHOWN = r"a\x1b[31m\x1b]0;title\x07[red][/b]\ud800\n:smile:"
-
-
-def call(*arguments: object) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done.exit_code, done.stdout, done.stderr
 
 
 WRONG = {
@@ -84,6 +79,13 @@ FAILURES = [
     ),
     (3, ["inspect", "missing"], "missing: does not exist"),
     (3, ["verify", GPTQ, "missing"], "missing: does not exist"),
+    (3, ["convert", LAYERS / "torchao/int4-opaque-cpu-g64", "out"], "its codes are in a layout that depends on the"),
+    (3, ["convert", LAYERS / "gguf/Q4_0", "out"], "no quantization settings"),
+    (3, ["quantize", GPTQ, "out", "--include", "*"], "expected a checkpoint of floats, got one with"),
+    (3, ["quantize", "floats", "out"], "transformers knows no model None: name the layers to quantize"),
+    (2, ["convert", GPTQ, "floats"], "floats: exists already"),
+    (2, ["convert", GPTQ, "out", "--gptq-version", "3"], "gptq_version: expected None, 1 or 2, got 3"),
+    (2, ["quantize", "floats", "out", "--include", "*", "--weight-format", "int3"], "weight_format: expected one of"),
 ]
 
 
@@ -95,10 +97,11 @@ def test_a_failure_is_one_line_or_one_object(tmp_path, monkeypatch, case):
     save_file({"a.weight": torch.ones(8, 48), "b.weight": torch.ones(8, 64)}, tmp_path / "floats/model.safetensors")
     got, out, err = call(*arguments)
     assert (got, out, err.count("\n")) == (code, "", 1)
-    assert message in err
+    assert err.startswith("error: ") and message in err
     got, out, err = call(*arguments, "--json")
     assert (got, err) == (code, "")
     assert message in json.loads(out)["error"]
+    assert [path.name for path in tmp_path.iterdir()] == ["floats"]
 
 
 MOVED = OSError(18, "Invalid cross-device link", "a", None, "b")
@@ -253,10 +256,9 @@ def run(*arguments: str, stdout: int | None = None) -> subprocess.CompletedProce
     return done
 
 
-@pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["text", "json"])
-def test_a_full_disk_behind_stdout(as_json):
+def test_a_full_disk_behind_stdout():
     with open("/dev/full", "w") as full:
-        done = run("inspect", str(GPTQ), *as_json, stdout=full.fileno())
+        done = run("inspect", str(GPTQ), "--json", stdout=full.fileno())
     assert (done.returncode, done.stderr.count("\n")) == (3, 1)
     assert "No space left on device" in done.stderr
 

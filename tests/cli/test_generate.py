@@ -10,12 +10,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
+from tests.cli.test_cli import call
 from tests.support.documented_keys import documented, keys_of
 from tests.support.llama import MODELS, write_gguf
 from tests.support.small_llama import WORDS, save_small_llama
-from torch_marlin_metal.cli.app import app
 from torch_marlin_metal.cli.models import generate as module
 from torch_marlin_metal.cli.models import opened
 from torch_marlin_metal.integrations.transformers import MarlinConfig, quantizer
@@ -26,12 +25,6 @@ NEW = 6
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return save_small_llama(tmp_path_factory.mktemp("small"))
-
-
-def call(*arguments: object, stdin: str = "") -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.stdout, done.stderr
 
 
 def plain_loop(model: torch.nn.Module, ids: list[int]) -> list[int]:

@@ -9,11 +9,10 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
+from tests.cli import test_cli
 from tests.support.documented_keys import documented, keys_of
 from tests.support.small_llama import WORDS, save_small_llama
-from torch_marlin_metal.cli.app import app
 from torch_marlin_metal.integrations.transformers import MarlinConfig, quantizer
 
 CONTEXT, FIRST = 16, 3  # the last piece of the text is incomplete
@@ -48,9 +47,7 @@ def mean_and_error(values: np.ndarray) -> tuple[float, float]:
 
 
 def call(*arguments: object, device: str = "cpu") -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["perplexity", *map(str, arguments), "--device", device])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.stdout, done.stderr
+    return test_cli.call("perplexity", *arguments, "--device", device)
 
 
 def test_each_measure_is_that_of_a_plain_loop_in_fp64(folder, text, device, monkeypatch):

@@ -6,17 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
+from tests.cli.test_cli import call
 from tests.support.small_llama import save_small_llama
 from torch_marlin_metal import convert, quantize_model
-from torch_marlin_metal.cli.app import app
-
-
-def call(*arguments: object) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["quantize", *map(str, arguments)])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.stdout, done.stderr
 
 
 def test_a_limit_of_memory_is_spent_by_a_text(tmp_path: Path) -> None:
@@ -24,7 +17,7 @@ def test_a_limit_of_memory_is_spent_by_a_text(tmp_path: Path) -> None:
     folder = save_small_llama(tmp_path / "floats")
     ids = torch.arange(1100) * 7 % 90 + 1
     (tmp_path / "text.txt").write_text(" ".join(f"w{number}" for number in ids.tolist()))
-    line = (folder, tmp_path / "out", "--memory", "250kB", "--device", "cpu", "--json")
+    line = ("quantize", folder, tmp_path / "out", "--memory", "250kB", "--device", "cpu", "--json")
     code, out, err = call(*line, "--calibration", tmp_path / "text.txt")
     assert code == 0, out + err
     found = json.loads(out)
@@ -45,6 +38,6 @@ def test_a_text_needs_a_limit_and_a_piece(tmp_path: Path) -> None:
         ((), "--calibration: expected --memory with it"),
         (("--memory", "1MB"), "text.txt: expected at least 512 tokens, got 2"),
     ):
-        code, out, err = call(folder, tmp_path / "out", "--calibration", text, *options)
+        code, out, err = call("quantize", folder, tmp_path / "out", "--calibration", text, *options)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert message in err

@@ -27,7 +27,7 @@ constinit const VariantRules toy_variant{
 
 """
 
-#: The body of a C++ program that plans the toy kernel and prints the plan.
+# The body of a C++ program that plans the toy kernel and prints the plan.
 PROGRAM = """GemmProblem problem{.M = 3, .a_row_stride = 48, .variant = "toy"};
   problem.weight = {.K = 48, .N = 132, .group_size = 16};
   const Plan plan = plan_gemm(problem, {});

@@ -1,9 +1,9 @@
-"""Code asks for properties of formats and kernels: outside of the tables, it compares no names."""
+"""Outside of the tables, code asks for properties of formats and kernels, and does not compare their names."""
 
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,17 +23,15 @@ class Names:
     Attributes:
         enumeration: the names' type in C++. C++ files outside of `tables` must not write its enumerators at all.
         names: the names as text. Code may pass and store them, but not compare them.
-        is_chosen: whether C++ may write an enumerator to choose it, for example where a plan names its kernel, but not
-            to compare. In this case Python is not checked, because a word such as "dequantize" means an option there.
         tables: files of csrc/ and kernels/ that have a row for each name.
-        left: the number of comparisons that each file of the package still has. A number may only shrink; remove zeros.
+        is_chosen: whether C++ may write an enumerator, as a plan does that names its kernel, but not compare with it.
+            Python is then not checked, because there a word such as "dequantize" is also an option.
     """
 
     enumeration: str
     names: frozenset[str]
     tables: tuple[str, ...]
     is_chosen: bool = False
-    left: dict[str, int] = field(default_factory=dict)
 
 
 KINDS = {
@@ -115,10 +113,8 @@ def comparisons(root: Path, kind: Names) -> dict[str, list[int]]:
 def test_names_are_compared_only_in_tables(kind: str) -> None:
     names = KINDS[kind]
     found = comparisons(ROOT, names)
-    files = found.keys() | names.left.keys()
-    wrong = {file: found.get(file, []) for file in files if len(found.get(file, [])) != names.left.get(file, 0)}
     traits = "kernels/shared/types.h, kernels/shared/kernel_list.h, csrc/planner/variants.h"
-    assert not wrong, f"ask for a trait of the {kind} instead ({traits}), or lower `left`: file and lines {wrong}"
+    assert not found, f"ask for a trait of the {kind} instead ({traits}): files and lines {found}"
     assert names.names and all((ROOT / table).exists() for table in names.tables)
 
 

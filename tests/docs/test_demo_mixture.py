@@ -1,9 +1,6 @@
 """Runs the mixture demo on a text that a model learns in a few steps. Packed experts must predict the text as well."""
 
-import importlib.util
 import itertools
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,15 +16,13 @@ STEPS = 80
 
 @pytest.fixture
 def demo(monkeypatch):
-    spec = importlib.util.spec_from_file_location("mixture", Path(__file__).parents[2] / "examples/mixture.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "mixture", module)
-    spec.loader.exec_module(module)
+    from examples import mixture
+
     clock = itertools.count(0, 1 / STEPS)  # a fake clock gives the same steps on any machine
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(mixture, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     for name, value in {"PROMPT": "abc", "WINDOW": 32, "BATCH": 8, "FORMATS": (("uint4b8", 32), ("nvfp4", 16))}.items():
-        monkeypatch.setattr(module, name, value)
-    return module
+        monkeypatch.setattr(mixture, name, value)
+    return mixture
 
 
 @pytest.fixture
@@ -55,7 +50,7 @@ def test_packed_experts_keep_what_was_learnt(demo, trained) -> None:
     assert demo.table_of(results, files).row_count == 3
 
 
-def test_experts_are_packed_and_routers_stay(demo) -> None:
+def test_experts_are_packed_and_routers_stay(demo, monkeypatch) -> None:
     dense = demo.make_model(7, width=64, layers=2, experts=4).eval()
     model, report = demo.pack(dense, "uint4b8", 32)
     for layer, old in zip(model.model.layers, dense.model.layers, strict=True):
@@ -74,7 +69,7 @@ def test_experts_are_packed_and_routers_stay(demo) -> None:
         again.model.layers[1].mlp.experts.down.b_packed[3, 0, 0] ^= 1
         return again
 
-    demo.MixtralForCausalLM = SimpleNamespace(from_pretrained=damaged)
+    monkeypatch.setattr(demo, "MixtralForCausalLM", SimpleNamespace(from_pretrained=damaged))
     with pytest.raises(SystemExit, match="the reloaded model has other tensors"):
         demo.check_reload(model, test)
 

@@ -1,9 +1,5 @@
 """Runs three steps of the fine-tuning demo. Adapters on packed and on float weights must train equally."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 from rich.console import Console
 
@@ -12,11 +8,8 @@ pytest.importorskip("matplotlib", reason="matplotlib (development packages) is n
 
 
 def test_adapters_train_alike_on_packed_and_float_weights(monkeypatch, tmp_path):
-    path = Path(__file__).parents[2] / "examples/qlora.py"
-    spec = importlib.util.spec_from_file_location("qlora", path)
-    demo = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "qlora", demo)
-    spec.loader.exec_module(demo)
+    from examples import qlora as demo
+
     sentences, labels = demo.read_sentences()
     assert len(sentences) > 300 and set(labels) == set(range(len(demo.PAGES)))
     monkeypatch.setattr(demo, "read_sentences", lambda: (sentences[::12], labels[::12]))

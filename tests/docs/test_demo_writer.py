@@ -1,13 +1,12 @@
 """Runs the demo that writes, on a text that a model learns in a few steps. The packed model must continue the text."""
 
-import importlib.util
 import itertools
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from examples import writer
 from tests.support.programs import run_python
 
 STEPS = 60
@@ -24,17 +23,14 @@ def run_forked(command, check):
 
 @pytest.fixture
 def demo(monkeypatch):
-    spec = importlib.util.spec_from_file_location("writer", Path(__file__).parents[2] / "examples/writer.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     clock = itertools.count(0, 1 / STEPS)  # a fake clock gives the same steps on any machine
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run_forked))
+    monkeypatch.setattr(writer, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(writer, "subprocess", SimpleNamespace(run=run_forked))
     text = "one two three four five six seven eight nine ten "
-    monkeypatch.setattr(module, "topics", {"a": text * 40})
+    monkeypatch.setattr(writer, "topics", {"a": text * 40})
     for name, value in {"PROMPT": "one two three", "WINDOW": 32, "BATCH": 4}.items():
-        monkeypatch.setattr(module, name, value)
-    return module
+        monkeypatch.setattr(writer, name, value)
+    return writer
 
 
 def test_the_packed_model_writes_what_was_learnt(demo, monkeypatch, tmp_path, capfd):
@@ -49,7 +45,7 @@ def test_the_packed_model_writes_what_was_learnt(demo, monkeypatch, tmp_path, ca
     assert "of uint4 g64" in err and "generated: 6 tokens" in err
 
 
-def test_training_lasts_for_the_time_and_the_steps(demo):
-    assert demo.share_of(60, 45, steps=15, least_steps=100) == 0.15
-    assert demo.share_of(22.5, 45, steps=100, least_steps=100) == 0.5
-    assert demo.share_of(45, 45, steps=200, least_steps=100) == 1
+def test_training_lasts_for_the_time_and_the_steps():
+    assert writer.share_of(60, 45, steps=15, least_steps=100) == 0.15
+    assert writer.share_of(22.5, 45, steps=100, least_steps=100) == 0.5
+    assert writer.share_of(45, 45, steps=200, least_steps=100) == 1

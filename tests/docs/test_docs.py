@@ -25,20 +25,8 @@ ROOT = Path(__file__).parents[2]
 NOTES = [*sorted((ROOT / "lab/notes").glob("*.md")), *sorted((ROOT / "softmetal/docs").glob("*.md"))]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *NOTES]
 
-RECORDS = [
-    *PAGES,
-    *(
-        ROOT / name
-        for name in (
-            "CHANGELOG.md",
-            "lab/README.md",
-            "lab/cpu/cpu_peers.md",
-            "lab/cpu/cpu_wide.md",
-            "lab/cpu/cpu_int8.md",
-            "tests/features.md",
-        )
-    ),
-]
+OTHERS = ("CHANGELOG.md", "lab/README.md", "lab/cpu/cpu_peers.md", "lab/cpu/cpu_wide.md", "lab/cpu/cpu_int8.md")
+RECORDS = [*PAGES, *(ROOT / name for name in (*OTHERS, "tests/features.md"))]
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
@@ -108,6 +96,14 @@ def test_the_commands_of_the_readme_exist():
     )
 
 
+def test_pages_install_the_package_from_a_checkout():
+    """The package is in no index, so a command that asks an index for it would fail."""
+    lines = [line for page in PAGES for line in re.findall(r"pip install .*", page.read_text())]
+    assert lines and not [
+        line for line in lines if re.search(r'install ["\']?torch[_-]marlin[_-]metal(?![\w*-])', line)
+    ]
+
+
 def has_softmetal() -> bool:
     done = subprocess.run(["sh", ROOT / "scripts/system_packages.sh", "has-softmetal"])
     return done.returncode == 0
@@ -141,9 +137,9 @@ def test_schemas_agree_with_the_code():
 
 
 def test_which_format_quotes_the_measurements():
-    rows = re.findall(r"^\| [^|]+ \| `(\w+)`, (\d+), (\w+) \| ([\d.]+) \| ([\d.]+) \|$",
-                      (ROOT / "docs/use/which-format.md").read_text(), flags=re.MULTILINE)  # fmt: skip
     measured = (ROOT / "docs/use/which-format.md").read_text()
+    found = r"^\| [^|]+ \| `(\w+)`, (\d+), (\w+) \| ([\d.]+) \| ([\d.]+) \|$"
+    rows = re.findall(found, measured, flags=re.MULTILINE)
     assert rows
     weight = torch.randn(128, 1024)
     for name, group_size, method, bits, distance in rows:

@@ -1,11 +1,9 @@
 """If fused layers choose another token than the original layers, the two logits differ by less than their errors."""
 
-import copy
 import os
 
 import pytest
 import torch
-from torch import nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -13,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import torch_marlin_metal as tmm
 import torch_marlin_metal.integrations.transformers
+from tests.integrations.test_peft import dense_twin
 from tests.support.llama import FOLDERS, IDS
 from tests.support.reference import UNIT_ROUNDOFF
 
@@ -21,24 +20,11 @@ ROUNDINGS = {torch.float16: 4, torch.bfloat16: 4, torch.float32: 16}
 TOKENS = 10
 
 
-def exact(model: nn.Module) -> nn.Module:
-    wide = copy.deepcopy(model)
-    for name, layer in list(wide.named_modules()):
-        if isinstance(layer, tmm.MarlinLinear):
-            weight = layer.dequantize(torch.float32)
-            dense = nn.Linear(*weight.shape[::-1], bias=layer.bias is not None)
-            dense.weight.data = weight
-            if layer.bias is not None:
-                dense.bias.data = layer.bias
-            wide.set_submodule(name, dense)
-    return wide.double()
-
-
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["stored dtype", "float32"])
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_tokens_differ_only_at_near_ties(folder, dtype):
     model = AutoModelForCausalLM.from_pretrained(folder, **({} if dtype is None else {"dtype": dtype}))
-    reference = exact(model)
+    reference = dense_twin(model).double()
     options = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
     options |= {"output_logits": True, "return_dict_in_generate": True}
     original = model.generate(IDS, **options)

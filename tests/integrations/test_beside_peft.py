@@ -8,7 +8,7 @@ from peft import PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file
 
-from tests.support.adapters import IDS, config, llama, packed_model
+from tests.support.adapters import IDS, llama
 from torch_marlin_metal.integrations import peft as integration
 
 # These adapters need further inputs, a second model, other adapters, or other modules.
@@ -64,13 +64,3 @@ def test_an_adapter_of_floats_is_the_same(kind, tmp_path) -> None:
     assert found.keys() == without.keys()
     for name, tensor in without.items():
         assert torch.equal(found[name], tensor), name
-
-
-def test_an_adapter_of_packed_layers_needs_the_import() -> None:
-    integration.restore()
-    try:
-        with pytest.raises(ValueError, match=r"MarlinLinear.* is not supported"):
-            get_peft_model(packed_model(), config())
-    finally:
-        integration.install()
-    assert get_peft_model(packed_model(), config()).get_nb_trainable_parameters()[0] > 0

@@ -14,7 +14,8 @@ import torch_marlin_metal as tmm
 from examples import diffusion
 from tests.support import gguf_models
 from tests.support.diffusion_files import FAMILIES, PREFIX, flux_of_any_width, psnr, write_gguf, write_safetensors
-from torch_marlin_metal import MarlinLinear, load_quantized
+from tests.support.models import packed_layers
+from torch_marlin_metal import load_quantized
 from torch_marlin_metal.checkpoints.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -41,14 +42,10 @@ def image(pipe, device: str = "cpu", **prompt) -> torch.Tensor:
     return pipe(**given, **settings).images.cpu()
 
 
-def packed(model) -> list[MarlinLinear]:
-    return [module for module in model.modules() if isinstance(module, MarlinLinear)]
-
-
 @pytest.mark.parametrize("sequential", [False, True])
 def test_an_offloaded_pipeline_makes_the_image_of_the_cpu(sequential, transformer, mps) -> None:
     pipe = diffusion.pipeline(transformer)
-    want, layers, devices = image(pipe), packed(transformer), set()
+    want, layers, devices = image(pipe), packed_layers(transformer).values(), set()
     assert len(layers) == 28
     for layer in layers:
         layer.register_forward_hook(lambda layer, given, result: devices.add((layer.b_packed.device, result.device)))
@@ -84,7 +81,7 @@ def test_a_text_encoder_of_a_gguf_file_encodes_the_prompt(transformer, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_quantized(encoder, path, progress=False)
-    assert len(packed(encoder)) == 16  # the table has two names
+    assert len(packed_layers(encoder)) == 16  # the table has two names
     pipe, images = diffusion.pipeline(transformer), []
     for model in (encoder, exact):
         pipe.register_modules(text_encoder_2=model, tokenizer_2=Letters())
@@ -113,7 +110,7 @@ def test_a_pipeline_of_a_single_file_has_a_packed_transformer(kind, count, tmp_p
         parts = diffusion.WITHOUT | {"vae": whole.vae}
         pipe = diffusers.FluxPipeline.from_single_file(str(file.path), config=str(pipes), **parts)
         alone = family.cls.from_single_file(str(file.path), config=str(file.config))
-    assert len(packed(pipe.transformer)) == len(packed(alone)) == count
+    assert len(packed_layers(pipe.transformer)) == len(packed_layers(alone)) == count
     held = alone.state_dict()
     assert pipe.transformer.state_dict().keys() == held.keys()
     assert all(torch.equal(tensor, held[name]) for name, tensor in pipe.transformer.state_dict().items())

@@ -40,7 +40,7 @@ WITHOUT_LOOKUP = {"fsmt"}  # only the class itself creates the weight
 
 
 def made(family: str) -> PreTrainedModel:
-    """Returns a small model with random weights, whose scales differ from 1."""
+    """Returns a small model with random weights. The scales of its tables differ from 1."""
     name, more = FAMILIES[family]
     kind = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
     if more is None:
@@ -122,7 +122,7 @@ class Forgetful(LlamaForCausalLM):
 
 
 def loads_of(model: Forgetful, path: Path) -> dict[str, Callable[[], object]]:
-    """Yields the loads in which the model's class would have to set the buffer."""
+    """Returns by entry point the loads in which the model's class would have to set the buffer."""
     exact = checkpoint(model, path / "saved")
     exact.save_pretrained(path / "floats")
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""from_pretrained with a MarlinConfig and the command quantize pack the experts of float checkpoints."""
+"""The experts of float checkpoints are packed by from_pretrained with a MarlinConfig, and by the command quantize."""
 
 import gc
 from collections import Counter
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, CompileConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tests.support.mixtures import FAMILIES, family, rewritten
-from tests.support.models import IDS, same
+from tests.support.models import IDS, logits, same
 from torch_marlin_metal import MarlinExperts, convert, load_quantized, quantize_model
 from torch_marlin_metal.checkpoints import checkpoint
 from torch_marlin_metal.integrations.transformers import MarlinConfig
@@ -25,11 +25,6 @@ EXPERTS = "model.layers.0.mlp.experts"
 def load(path, weight_format: str = "uint4b8", group_size: int = 32, **options) -> nn.Module:
     config = MarlinConfig(weight_format, group_size, **options)
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config)
-
-
-def logits(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 def assert_equal(model: nn.Module, expected: nn.Module) -> None:
@@ -116,7 +111,7 @@ def test_beside_the_stacks_only_one_expert_is_in_floats(tmp_path, monkeypatch, n
     down, gate_up = 64 * 40 * 4, 64 * 80 * 4
     for name, size in seen:
         assert size >= (own := down if "down" in name else gate_up)
-        assert size < 2 * own + 64 * 64 * 4, name  # the parts before they are joined, and float tensors
+        assert size < 2 * own + 64 * 64 * 4, name  # more than one part: gate and up before they are joined
 
 
 @pytest.mark.filterwarnings("ignore:.*only .* of the matrix weights were quantized")
@@ -205,7 +200,7 @@ def test_experts_whose_forward_was_changed_stay_in_floats(tmp_path, monkeypatch)
 
 
 def test_gate_and_up_are_read_once_each(tmp_path, monkeypatch) -> None:
-    """With nvfp4, gate and up share a global scale, so each needs the other's values, in any order of requests."""
+    """With nvfp4, gate and up share a global scale, so each needs the other's values. The order of requests is free."""
     family("mixtral").save_pretrained(tmp_path)
     read: Counter[str] = Counter()
     original = checkpoint.read_tensor

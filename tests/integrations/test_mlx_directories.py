@@ -72,7 +72,7 @@ def test_a_float_model_is_loaded_as_before(tmp_path) -> None:
 
 
 def test_bits_and_a_group_size_alone_are_not_those_of_mlx(tmp_path) -> None:
-    """Settings of other methods also contain bits and a group size. The metadata of mlx-lm's files identifies them."""
+    """Settings of other methods also contain bits and a group size. Only metadata in a file shows that it is MLX."""
     exact = write_mlx(tmp_path, ("quantization_config",))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert all(torch.equal(model.get_submodule(name).dequantize(), weight) for name, weight in exact.items())

@@ -1,4 +1,4 @@
-"""The option that an error names works at its entry point: Python, from_pretrained, the command line."""
+"""An error names an option of the entry point that was called, and the option works: Python, transformers, commands."""
 
 import json
 import re

@@ -115,8 +115,7 @@ def test_it_computes_what_the_decoded_weights_compute(tmp_path) -> None:
 
 def test_an_untied_head_has_words_of_its_own(tmp_path) -> None:
     made("llama", tie_word_embeddings=False).save_pretrained(tmp_path / "floats")
-    config = MarlinConfig("uint4", 32, vocabulary_format="uint4")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", quantization_config=config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", quantization_config=WHOLE)
     assert list(tables(model)) == ["model.embed_tokens"]
     assert isinstance(model.lm_head, MarlinLinear)
     model.save_pretrained(tmp_path / "packed")
@@ -129,9 +128,8 @@ def test_an_empty_model_has_the_bytes_of_a_loaded_one(is_tied, tmp_path) -> None
     model.save_pretrained(tmp_path)
     empty = empty_model(model.config, torch.float32, "uint4")
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=MarlinConfig("uint4"))
-    assert module_bytes(empty) == pytest.approx(
-        module_bytes(loaded), abs=16
-    )  # the format is stored as one or two tensors
+    # the format is stored as one or two tensors
+    assert module_bytes(empty) == pytest.approx(module_bytes(loaded), abs=16)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -151,6 +149,11 @@ def test_every_entry_point_has_the_same_default(is_tied, given, expected, tmp_pa
         if is_tied and expected:
             assert one.lm_head.b_packed is one.model.embed_tokens.b_packed
         assert torch.equal(logits(one), logits(model))
+
+
+def test_tables_outside_the_vocabulary_do_not_count_as_left_in_floats(tmp_path) -> None:
+    made("bert").save_pretrained(tmp_path)  # has tables of positions and of token types
+    assert FloatReader(tmp_path, "uint4", 32).left == {}
 
 
 def test_layers_that_share_without_a_tie_are_stored_twice(tmp_path) -> None:

@@ -22,9 +22,9 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from tests.support.models import make_model, same
+from tests.support.models import make_model, packed_layers, same
 from tests.support.programs import run_python
-from torch_marlin_metal import MarlinLinear, convert, load_quantized, quantize_model, quantize_weight
+from torch_marlin_metal import convert, load_quantized, quantize_model, quantize_weight
 from torch_marlin_metal.checkpoints.card import CARD
 from torch_marlin_metal.checkpoints.formats.native import ADVICE
 from torch_marlin_metal.cli.app import app
@@ -53,10 +53,6 @@ def made(name: str):
     return model.eval()
 
 
-def packed(model) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, MarlinLinear)]
-
-
 def alone(code: str) -> str:
     """Runs a program that does not import this package and must fail. Returns its standard error."""
     done = run_python("-c", code)
@@ -69,7 +65,7 @@ def alone(code: str) -> str:
 def test_a_model_quantized_in_memory_is_saved_and_loaded(name, layers, tmp_path) -> None:
     model = made(name)
     quantize_model(model, "uint4", 32, progress=False)
-    assert len(packed(model)) == layers
+    assert len(packed_layers(model)) == layers
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert same(again.state_dict(), model.state_dict())
@@ -131,7 +127,7 @@ def test_a_loader_that_does_not_read_the_settings_stops_at_the_sizes(saved) -> N
 def test_undone_the_import_still_loads_own_directories(saved) -> None:
     restore()
     try:
-        assert len(packed(AutoModelForCausalLM.from_pretrained(saved))) == 16
+        assert len(packed_layers(AutoModelForCausalLM.from_pretrained(saved))) == 16
     finally:
         take_over()
 

@@ -6,9 +6,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from tests.support.models import same
+from tests.support.models import packed_layers, same
 from tests.support.programs import run_python
-from torch_marlin_metal import MarlinLinear, quantize_model
+from torch_marlin_metal import quantize_model
 from torch_marlin_metal.checkpoints.formats.native import ADVICE
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 
@@ -42,17 +42,13 @@ def floats(tmp_path):
     return tmp_path / "floats"
 
 
-def packed(model) -> int:
-    return sum(isinstance(module, MarlinLinear) for module in model.modules())
-
-
 def test_a_model_quantized_in_memory_loads_the_same_bits(floats, tmp_path) -> None:
     model = library.SentenceTransformer(str(floats), device="cpu")
     quantize_model(model, "uint4", 32, progress=False)
-    assert packed(model) == 15  # six layers in each block, the embedding, the pooler and the Dense
+    assert len(packed_layers(model)) == 15  # six layers in each block, the embedding, the pooler and the Dense
     model.save(str(tmp_path / "saved"))
     again = library.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
-    assert packed(again) == 15
+    assert len(packed_layers(again)) == 15
     assert same(again.state_dict(), model.state_dict())
     assert (again.encode(TEXTS) == model.encode(TEXTS)).all()
     alone = f"from sentence_transformers import SentenceTransformer as S\nS({str(tmp_path / 'saved')!r}, device='cpu')"
@@ -76,7 +72,7 @@ def test_a_module_alone_is_refused_without_its_import(floats, tmp_path) -> None:
 def test_a_model_quantized_while_it_loads_is_saved_and_loaded(floats, tmp_path) -> None:
     config = MarlinConfig("uint4", 32)
     model = library.SentenceTransformer(str(floats), device="cpu", model_kwargs={"quantization_config": config})
-    assert packed(model) == 14
+    assert len(packed_layers(model)) == 14
     model.save(str(tmp_path / "saved"))
     again = library.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     assert same(again.state_dict(), model.state_dict())

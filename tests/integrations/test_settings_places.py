@@ -122,17 +122,11 @@ def test_the_class_of_a_sub_model(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        *zip(
-            CONFIG_FILES,
-            [
-                '{"bits": 4, "group_size": 32}',
-                '{"bits": ',
-                '{"something": "else"}',
-                "[]",
-                '{"lm_head": {"weights": "qint8"}}',
-            ],
-            strict=True,
-        )
+        (CONFIG_FILES[0], '{"bits": 4, "group_size": 32}'),
+        (CONFIG_FILES[1], '{"bits": '),
+        (CONFIG_FILES[2], '{"something": "else"}'),
+        (CONFIG_FILES[3], "[]"),
+        (CONFIG_FILES[4], '{"lm_head": {"weights": "qint8"}}'),
     ],
 )
 def test_a_file_beside_floats_changes_nothing(file, content, tmp_path, told) -> None:

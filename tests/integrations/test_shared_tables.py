@@ -6,49 +6,34 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
 
-from tests.support.models import IDS, SIZES
+from tests.integrations.test_packed_vocabulary import SHARED, logits, made
+from tests.support.models import SIZES
 from torch_marlin_metal import MarlinEmbedding, fuse_projections, quantize_model
 from torch_marlin_metal.integrations.transformers import stored
 from torch_marlin_metal.layers.fuse import FusedLinear
 
-TABLES = ["shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"]
 
-
-def t5() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 1, "num_heads": 2}
-    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+def packed(family: str) -> nn.Module:
+    model = made(family)
     quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)
     return model
-
-
-def llama() -> nn.Module:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)).eval()
-    quantize_model(model, "uint4", 32, vocabulary_format="uint4", progress=False)
-    return model
-
-
-def logits(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(IDS, decoder_input_ids=IDS).logits
 
 
 def test_the_decoded_table_is_one_tensor(tmp_path) -> None:
-    t5().save_pretrained(tmp_path)
+    packed("t5").save_pretrained(tmp_path)
     model = T5ForConditionalGeneration.from_pretrained(tmp_path)
     expected = logits(model)
     floats = model.dequantize()
     table = floats.shared.weight
-    assert all(floats.get_submodule(name).weight is table for name in TABLES)
+    assert all(floats.get_submodule(name).weight is table for name in SHARED["t5"])
     torch.testing.assert_close(logits(floats), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("held", TABLES)
+@pytest.mark.parametrize("held", SHARED["t5"])
 def test_a_file_may_name_any_of_the_tied_modules(held, tmp_path) -> None:
-    model = t5()
+    model = packed("t5")
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -62,7 +47,7 @@ def test_a_file_may_name_any_of_the_tied_modules(held, tmp_path) -> None:
     again, info = T5ForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     words = again.shared.b_packed
-    assert all(again.get_submodule(name).b_packed is words for name in TABLES)
+    assert all(again.get_submodule(name).b_packed is words for name in SHARED["t5"])
     assert torch.equal(logits(again), logits(model))
 
 
@@ -76,10 +61,9 @@ def test_columns_of_fused_layers_are_not_taken_for_shared_words(monkeypatch) -> 
     assert len({name for name, _ in stored.stored_layers(model)}) == 30
 
 
-@pytest.mark.parametrize("make", [llama, t5])
-def test_tying_packed_tables_again(make, tmp_path) -> None:
-    model = make()
-    names = TABLES if make is t5 else ["model.embed_tokens", "lm_head"]
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_tying_packed_tables_again(family, tmp_path) -> None:
+    model, names = packed(family), SHARED[family]
     head = model.lm_head
     head.b_packed = head.b_packed.clone()
     model.tie_weights()
@@ -95,7 +79,7 @@ def test_tying_packed_tables_again(make, tmp_path) -> None:
 
 
 def test_packed_tables_keep_their_rows() -> None:
-    model = llama()
+    model = packed("llama")
     before = model.model.embed_tokens
     for arguments in ({}, {"new_num_tokens": 64}, {"new_num_tokens": 60, "pad_to_multiple_of": 64}):
         assert model.resize_token_embeddings(**arguments) is before

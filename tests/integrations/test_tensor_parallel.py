@@ -10,7 +10,7 @@ from transformers.distributed import DistributedConfig
 
 from tests.support.mixtures import split_experts
 from tests.support.models import IDS
-from tests.support.processes import run
+from tests.support.processes import error_of, run
 from tests.support.split_llama import count_bytes_read, divisible_llama
 from torch_marlin_metal import MarlinExperts
 from torch_marlin_metal.checkpoints.files.safetensors import read_header
@@ -39,14 +39,6 @@ def load(path: Path, plan: dict[str, str] | None = None, **options) -> torch.nn.
     options = {"tp_size": WORLD} | options
     config = DistributedConfig(**options) if plan is None else DistributedConfig(tp_plan=plan, **options)
     return AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
-
-
-def error_of(call) -> str:
-    try:
-        call()
-    except (NotImplementedError, RuntimeError, ValueError) as error:
-        return str(error)
-    return "no error"
 
 
 def tokens(model) -> torch.Tensor:

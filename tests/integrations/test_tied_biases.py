@@ -34,10 +34,11 @@ def flava() -> FlavaForPreTraining:
 # The head's bias, the tensor that shares its memory, and the one that a saved file contains.
 XLM = xlm_roberta, "lm_head.decoder.bias", "lm_head.bias", "lm_head.bias"
 FLAVA = flava, "mlm_head.decoder.bias", "mlm_head.bias", "mlm_head.decoder.bias"
+HEADS = pytest.mark.parametrize(("make", "inner", "outer", "stored"), [XLM, FLAVA], ids=["xlm-roberta", "flava"])
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize(("make", "inner", "outer", "stored"), [XLM, FLAVA], ids=["xlm-roberta", "flava"])
+@HEADS
 def test_a_tied_bias_is_saved_once_and_loaded_as_one_tensor(make, inner, outer, stored, packed, tmp_path) -> None:
     torch.manual_seed(0)
     model = make()
@@ -69,9 +70,6 @@ def test_a_tied_bias_is_saved_once_and_loaded_as_one_tensor(make, inner, outer, 
         assert loaded.get_submodule(inner.removesuffix(".bias")).weight.is_floating_point()
         assert loaded.get_parameter(inner) is loaded.get_parameter(outer)
         assert torch.equal(loaded.get_parameter(inner), bias)
-
-
-HEADS = pytest.mark.parametrize(("make", "inner", "outer", "stored"), [XLM, FLAVA], ids=["xlm-roberta", "flava"])
 
 
 def saved(make, path) -> None:

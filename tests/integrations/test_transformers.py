@@ -30,8 +30,8 @@ from tests.support.checkpoint_writers import (
     write_nvfp4,
 )
 from tests.support.llama import FOLDERS, IDS, MODELS, check_layers, check_logits, dense_model, write_gguf
-from tests.support.models import same
-from torch_marlin_metal import MarlinLinear, prepare, quantize_model
+from tests.support.models import packed_layers, same
+from torch_marlin_metal import prepare, quantize_model
 from torch_marlin_metal.convert import CheckpointError, UnsupportedFormat, export_checkpoint, open_reader
 from torch_marlin_metal.integrations.transformers import (
     MarlinConfig,
@@ -46,10 +46,6 @@ GPTQ = MODELS / "gptq-sym-g32-actorder"
 
 def load(folder: Path, **options) -> AutoModelForCausalLM:
     return AutoModelForCausalLM.from_pretrained(folder, **options)
-
-
-def packed_layers(model) -> dict[str, MarlinLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, MarlinLinear)}
 
 
 def greedy(model, count: int) -> list[int]:

@@ -51,7 +51,7 @@ def test_experts_stay_packed_and_compute_the_same(write, tmp_path) -> None:
 
 
 def test_loading_makes_no_module_for_each_expert_and_opens_a_file_once(tmp_path, monkeypatch) -> None:
-    """A mixture may have 18,432 expert matrices; a module for each would take a fifth of a millisecond."""
+    """A mixture may have 18,432 expert matrices. Each module would take a fifth of a millisecond."""
     split_experts(tmp_path / "source")
     model = MixtralForCausalLM(MixtralConfig(**SIZES))
     linear = sum(type(module) is torch.nn.Linear for module in model.model.modules())
@@ -195,7 +195,7 @@ def test_dequantize_gives_a_model_of_floats_that_computes_the_same(write, tmp_pa
 
 @pytest.mark.parametrize("load", ["from_pretrained", "load_quantized"])
 def test_loading_makes_no_layer_for_an_expert(load, tmp_path, monkeypatch) -> None:
-    """Large mixtures have tens of thousands of expert matrices; a layer for each takes about half a millisecond."""
+    """A mixture may have 18,432 expert matrices. Each layer would take about half a millisecond."""
     source = split_experts(tmp_path / "source")
     made: list[MarlinLinear] = []
     create = MarlinLinear.__init__

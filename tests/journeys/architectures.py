@@ -1,20 +1,18 @@
 """Tries a tiny random model of every architecture that transformers can build: loads it in 4 bit, runs it, saves it,
 and loads the saved model.
 
-    python -m tests.journeys.architectures [FAMILY ...] > results
-    python -m tests.journeys.architectures --record PAGE results ...
+    python -m tests.journeys.architectures [FAMILY ...]
 
-The first command prints the result of each family. The second writes a page from printed results; a later result of a
-family replaces an earlier one. "right" means that the model ran, that the saved model has the same bits and gives the
-same results, and that a compressed-tensors checkpoint of the model loads as well. "loads" means the same without a run,
-because this script cannot run the model in floats. If a model cannot be built from a shrunken config, the page states
-the reason, which is not a fault of this package.
+The command prints the result of each family. "right" means that the model ran, that the saved model has the same bits
+and gives the same results, and that a compressed-tensors checkpoint of the model loads as well. "loads" means the same
+without a run, because this script cannot run the model in floats. "refused" models have no layer that could be
+quantized. "WRONG" and "CRASH" are faults of this package. "not built" is none: a package is missing, or the shrunken
+config does not fit together.
 """
 
 import contextlib
 import io
 import os
-import re
 import sys
 import tempfile
 import warnings
@@ -57,27 +55,6 @@ HEADS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
 )
-RESULTS = {
-    "right": "quantized while loading; runs; saved and reloaded with the same bits and the same outputs; a packed "
-    "compressed-tensors checkpoint of it loads",
-    "loads": "the same without running: this script does not know the inputs that the model wants",
-    "refused": "an error: the model has no layer that could be quantized",
-    "WRONG": "other tensors or outputs after reloading",
-    "CRASH": "an error of another kind",
-    "too large": "not tried: still large with small sizes in its config",
-    "not built": "not tried: a package is missing, or the shrunken config does not fit together",
-}
-RECORD_HEAD = """\
-# Architectures
-
-Which architectures of transformers {version} work with packed layers? This page has the results for all that have a base
-or language-model class, each with a tiny random model on the CPU. `python -m tests.journeys.architectures` runs all
-{count} families and writes the results and this page. `make test` runs a sample of them, `make test-all` runs all. If less
-than half of the bytes of a model's matrices became 4 bit, its row has a note. For such a model the package also warns
-and names the matrices that stay in floats.
-
-| result | families | meaning |
-|---|---|---|"""
 LARGEST = 240_000_000  # in bytes; larger models are skipped
 FIRST = ("clip", "siglip", "llava", "gemma3", "t5", "modernbert", "wav2vec2", "mamba", "mamba2")
 
@@ -240,24 +217,7 @@ def result_of(family: str) -> tuple[str, str]:
             return "CRASH", first_line(error)
 
 
-def record(results: list[Path]) -> str:
-    """Returns the page for the results that `main` printed."""
-    found: dict[str, tuple[str, str]] = {}
-    for line in (line for path in results for line in path.read_text().splitlines()):
-        if parts := re.fullmatch(rf"(\S+) +({'|'.join(RESULTS)}) +(.*)", line):
-            found[parts[1]] = parts[2], parts[3].replace("|", "/")
-    counts = {result: sum(one == result for one, _ in found.values()) for result in RESULTS}
-    page = [RECORD_HEAD.format(version=transformers.__version__, count=len(found))]
-    page += [f"| {result} | {counts[result]} | {meaning} |" for result, meaning in RESULTS.items()]
-    page += ["", "| family | result | |", "|---|---|---|"]
-    page += [f"| {family} | {result} | {note} |" for family, (result, note) in sorted(found.items())]
-    return "\n".join(page) + "\n"
-
-
 def main(names: list[str]) -> int:
-    if names[:1] == ["--record"]:
-        Path(names[1]).write_text(record([Path(name) for name in names[2:]]))
-        return 0
     transformers.utils.logging.set_verbosity(50)
     transformers.utils.logging.disable_progress_bar()
     counts: dict[str, int] = {}

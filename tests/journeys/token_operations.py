@@ -3,8 +3,11 @@
     python -m tests.journeys.token_operations [FAMILY ...]
 
 The models are tiny and random, have 4-bit layers, and run in eager mode on the CPU. On a Mac, every operation except a
-view would be a dispatch. Without arguments, the command runs every family with a causal language model. It prints a
-page in Markdown.
+view would be a dispatch. Without arguments, the command runs every family with a causal language model.
+
+It prints a table in Markdown. A star marks a family that cannot be measured in this way: its numbers are the operations
+of the whole model for seven tokens, without a cache. The difference is the largest change that fusing makes to the
+results for random tokens, divided by the largest result.
 """
 
 import contextlib
@@ -20,7 +23,6 @@ import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import transformers
 from transformers import StaticCache
 from transformers.models.auto import modeling_auto as auto
 
@@ -82,12 +84,7 @@ def of_one_call(model: Any, batch: int = 1, tokens: int = 1, is_static: bool = F
 
 
 def pair_of(family: str, fuse: bool) -> tuple[list[Any], FusedLayersReport]:
-    """Returns two models, with one layer and with two layers, and the report of fusing the second.
-
-    Args:
-        family: the models' type.
-        fuse: whether to call `fuse_projections` and `fuse_layers`.
-    """
+    """Returns two models, with one layer and with two layers, and the report of fusing the second."""
     models, report = [model_of(family, layers) for layers in (1, 2)], FusedLayersReport()
     for model in models if fuse else ():
         tmm.fuse_projections(model)
@@ -162,28 +159,8 @@ def row_of(family: str) -> Row:
     return row
 
 
-HEAD = """\
-# Operations of a token
-
-`python -m tests.journeys.token_operations` writes this table. It shows how many operations one more decoder layer adds
-to the decoding of one token, before and after `fuse_projections` and `fuse_layers`. Views are not counted. The models
-are tiny and random, from transformers {version}, with layers in 4 bit. They run in eager mode on the CPU, with batch 1
-and a cache that grows.
-
-- \\*: the family cannot be measured in this way. Its numbers are the operations of the whole model for seven tokens,
-  without a cache.
-- "fused": what replaced several operations, counted in the model that has the additional layer. `mask` and
-  `write_cache` save operations in prompts and in static caches, not in the tokens of this table.
-- "difference": the largest change that fusing makes to the results for random tokens, divided by the largest result.
-- "not run": the family cannot be built from a shrunken config, or needs more than tokens as input. Both also hold
-  without this package.
-
-| family | before | after | fused | difference |
-|---|---|---|---|---|"""
-
-
 def main(families: list[str]) -> None:
-    print(HEAD.format(version=transformers.__version__))
+    print("| family | before | after | fused | difference |\n|---|---|---|---|---|")
     for family in families or sorted(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         print(row_of(family), flush=True)
 

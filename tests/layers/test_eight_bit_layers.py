@@ -34,11 +34,6 @@ def test_quantizing_keeps_each_weight_within_half_a_step(weight_format):
     assert (best.dequantize().T - w).square().sum() <= (packed.dequantize().T - w).square().sum()
 
 
-@pytest.mark.parametrize("alias", ["u5b16", "u6", "u8b128", "u8", "fp8", "float8_e4m3fn"])
-def test_an_alias_names_its_format(alias):
-    assert tmm.quantize_weight(weights(), alias, 32).weight_format == tmm.formats.ALIASES[alias]
-
-
 @pytest.mark.parametrize("weight_format", ["uint8b128", "mxfp8", "uint5_bias"])
 def test_a_layer_has_the_gradient_of_its_decoded_weight(weight_format):
     linear = nn.Linear(K, N)

@@ -54,8 +54,7 @@ SOURCES: dict[str, Callable[[Path], Tensor]] = {
 }
 
 
-# Keeps the weights of earlier sources, because freed memory keeps its advice: if the next source got the same memory,
-# it would seem to be advised.
+# Keeps each weight alive. Freed memory keeps its advice, so another weight in that memory would seem to be advised.
 kept: list[Tensor] = []
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from torch_marlin_metal import MarlinEmbedding, MarlinLinear, fuse_projections, quantize_model
+from tests.layers.test_weight_info import K, N, fused, packed_layer
+from torch_marlin_metal import MarlinEmbedding, quantize_model
 from torch_marlin_metal.layouts import NAMESPACE
 
-K, N = 64, 32
 PARTS = [torch.ones(3, K), torch.ones(5, K)]
 NESTED = {
     "strided": (lambda: torch.nested.nested_tensor(PARTS), r"a nested tensor: pass the parts of \.unbind\(\)"),
@@ -26,11 +26,6 @@ OTHERS = {
 }
 
 
-def layer() -> MarlinLinear:
-    torch.manual_seed(0)
-    return MarlinLinear.from_linear(nn.Linear(K, N))
-
-
 @pytest.mark.parametrize(
     "mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode], ids=["grad", "no_grad", "inference"]
 )
@@ -38,11 +33,11 @@ def layer() -> MarlinLinear:
 def test_a_tensor_that_is_not_dense_is_named(kind, mode):
     make, message = (NESTED | OTHERS)[kind]
     with mode(), pytest.raises(ValueError, match=f"^gemm: expected dense tensors, got .*{message}"):
-        layer()(make())
+        packed_layer()(make())
 
 
 def test_what_the_message_says_works():
-    whole, packed = NESTED["jagged"][0](), layer()
+    whole, packed = NESTED["jagged"][0](), packed_layer()
     result = torch.nested.nested_tensor_from_jagged(packed(whole.values()), whole.offsets())
     for part, expected in zip(result.unbind(), map(packed, PARTS), strict=True):
         assert torch.equal(part, expected)
@@ -65,14 +60,6 @@ def test_every_operator_refuses_them():
             assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), (name, key)
 
 
-def packed_projections() -> nn.Module:
-    attention = nn.Module()
-    attention.q_proj, attention.k_proj, attention.v_proj = layer(), layer(), layer()
-    model = nn.Sequential(attention)
-    fuse_projections(model)
-    return model
-
-
 def test_scripting_is_refused_and_tracing_works():
     model = nn.Sequential(nn.Linear(K, K), nn.ReLU(), nn.Linear(K, N))
     quantize_model(model, progress=False)
@@ -82,6 +69,6 @@ def test_scripting_is_refused_and_tracing_works():
     with pytest.raises(ValueError, match=message.format("MarlinEmbedding")):
         torch.jit.script(MarlinEmbedding.from_embedding(nn.Embedding(N, K)))
     with pytest.raises(ValueError, match=message.format("MarlinLinear")):
-        torch.jit.script(packed_projections())
+        torch.jit.script(fused())
     x = torch.ones(2, K)
     assert torch.equal(torch.jit.trace(model, x)(x), model(x))

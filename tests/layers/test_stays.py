@@ -6,7 +6,8 @@ import transformers
 from torch import nn
 from typer.testing import CliRunner
 
-from torch_marlin_metal import MarlinLinear, convert, quantize_model
+from tests.support.models import packed_layers
+from torch_marlin_metal import convert, quantize_model
 from torch_marlin_metal.cli.app import app
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.layers.stays import CLASSIFIERS, classifier_heads
@@ -44,16 +45,12 @@ def floats(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-def packed(model: nn.Module) -> set[str]:
-    return {name for name, module in model.named_modules() if isinstance(module, MarlinLinear)}
-
-
 @pytest.mark.parametrize(("name", "arguments", "head"), CASES, ids=ids)
 def test_quantize_model_leaves_the_head(name, arguments, head):
     model = make(name, arguments)
     report = quantize_model(model, "uint4", 32, progress=False)
     assert floats(model) == head
-    assert packed(model)
+    assert packed_layers(model)
     left = {layer.name: layer.reason for layer in report.left if layer.name in head}
     assert set(left) == head
     assert all("head of a classifier; name it in include" in reason for reason in left.values())
@@ -66,7 +63,7 @@ def test_from_pretrained_leaves_the_head(name, arguments, head, tmp_path):
     model = kind.from_pretrained(tmp_path, quantization_config=MarlinConfig("uint4", 32))
     assert floats(model) == head
     whole = kind.from_pretrained(tmp_path, quantization_config=MarlinConfig("uint4", 32, quantize_head=True))
-    assert packed(whole) == packed(model) | head
+    assert packed_layers(whole).keys() == packed_layers(model).keys() | head
 
 
 @pytest.mark.parametrize(("name", "arguments", "head"), CASES[1::3], ids=ids[1::3])
@@ -77,23 +74,17 @@ def test_the_command_leaves_the_head(name, arguments, head, tmp_path):
     names = set(convert.open_reader(tmp_path / "out").layer_names)
     model = make(name, arguments)
     quantize_model(model, progress=False)
-    assert len(names) == len(packed(model))
+    assert len(names) == len(packed_layers(model))
     assert names.isdisjoint(head)
 
 
 T5 = {"d_model": 64, "d_ff": 64, "d_kv": 32, "num_heads": 2, "num_layers": 1, "vocab_size": 64}
-T5_CASES = [
-    ("T5ForConditionalGeneration", "T5Config"),
-    ("T5EncoderModel", "T5Config"),
-    ("UMT5EncoderModel", "UMT5Config"),
-]
 
 
-@pytest.mark.parametrize(("name", "config"), T5_CASES)
-def test_parts_that_transformers_keeps_in_float32_stay(name, config, tmp_path):
-    kind, arguments = getattr(transformers, name), getattr(transformers, config)(**T5)
-    torch.manual_seed(0)
-    kind(arguments).eval().save_pretrained(tmp_path / "floats")
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "T5EncoderModel", "UMT5EncoderModel"])
+def test_parts_that_transformers_keeps_in_float32_stay(name, tmp_path):
+    kind = getattr(transformers, name)
+    make(name, T5).save_pretrained(tmp_path / "floats")
     in_memory = kind.from_pretrained(tmp_path / "floats")
     report = quantize_model(in_memory, "uint4", 32, progress=False)
     loaded = kind.from_pretrained(tmp_path / "floats", quantization_config=MarlinConfig("uint4", 32))
@@ -105,18 +96,18 @@ def test_parts_that_transformers_keeps_in_float32_stay(name, config, tmp_path):
     assert wide <= floats(in_memory) & floats(loaded)
     assert names.isdisjoint(wide)
     tied = {"encoder.embed_tokens", "decoder.embed_tokens", "lm_head"} if "shared" in names else set()
-    assert packed(loaded) - tied == names
+    assert packed_layers(loaded).keys() - tied == names
     assert {layer.reason for layer in report.left if layer.name in wide} == {
         "transformers keeps it in float32; name it in include to quantize it"
     }
     quantize_model(in_memory, "uint4", 32, include="*.wo", progress=False)
-    assert wide <= packed(in_memory)
+    assert wide <= packed_layers(in_memory).keys()
 
 
 def test_a_head_that_is_named_is_quantized():
     model = make(*CASES[4][:2])
     quantize_model(model, "uint4", 32, include=["*.layer.*", "classifier.*"], progress=False)
-    assert {"classifier.dense", "classifier.out_proj"} <= packed(model)
+    assert {"classifier.dense", "classifier.out_proj"} <= packed_layers(model).keys()
 
 
 def test_a_classifier_inside_another_module_keeps_its_head():
@@ -152,7 +143,8 @@ def test_every_classifier_of_transformers_has_a_head(everything):
         except Exception:  # some classes need other packages, or their config has no default sizes
             continue
         made.append(name)
-        found = [module for module in model.modules() if id(module) in classifier_heads(model)]
+        heads = classifier_heads(model)
+        found = [module for module in model.modules() if id(module) in heads]
         assert bool(found) == (name not in WITHOUT_HEAD), name
         labels = [layer for layer in model.modules() if getattr(layer, "out_features", None) == config.num_labels]
         assert name in WITHOUT_HEAD or not labels or any(layer in found for layer in labels), name

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,15 @@ def same(one: PackedWeight, other: PackedWeight) -> bool:
     )
 
 
+def stored(path: Path, weight: PackedWeight) -> convert.CheckpointReader:
+    """Writes a weight in the package's own format, and opens the directory."""
+    exporter = NativeExporter()
+    tensors = {f"a.{name}": tensor for name, tensor in exporter.own_tensors(weight, "a").items()}
+    (path / "config.json").write_text(json.dumps({"quantization_config": exporter.settings()}))
+    save_file(tensors, path / "model.safetensors")
+    return convert.open_reader(path)
+
+
 @pytest.mark.parametrize("weight_format", ["uint4_bias", "lut4", "uint4b8", "uint6_bias"])
 def test_a_layer_keeps_them_in_a_state_dict_and_in_other_dtypes(weight_format) -> None:
     weight = weight_of(weight_format)
@@ -57,11 +67,8 @@ def test_a_layer_keeps_them_in_a_state_dict_and_in_other_dtypes(weight_format) -
 
 @pytest.mark.parametrize("weight_format", ["uint4_bias", "uint5_bias"])
 def test_the_own_format_keeps_them(tmp_path, weight_format) -> None:
-    exporter, weight = NativeExporter(), weight_of(weight_format)
-    tensors = {f"a.{name}": tensor for name, tensor in exporter.own_tensors(weight, "a").items()}
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": exporter.settings()}))
-    save_file(tensors, tmp_path / "model.safetensors")
-    reader = convert.open_reader(tmp_path)
+    weight = weight_of(weight_format)
+    reader = stored(tmp_path, weight)
     assert same(reader.read(0), weight)
     for by, parts in (("columns", split_columns(weight, 2)), ("rows", split_rows(weight, 2))):
         assert all(same(reader.read_part(0, Part(by, 2, rank)), part) for rank, part in enumerate(parts))
@@ -70,14 +77,10 @@ def test_the_own_format_keeps_them(tmp_path, weight_format) -> None:
 
 @pytest.mark.parametrize("weight_format", ["uint5b16", "uint6b32"])
 def test_parts_of_codes_in_two_planes_of_the_own_format(tmp_path, weight_format) -> None:
-    """Only parts that begin with a word of `b_high` are read: 48 rows would end inside a word of 32 rows."""
+    """Only parts that begin with a word of `b_high` are read. In halves, a part of 48 rows ends inside a word of 32."""
     made = reference.make_weight(weight_format, 96, 24, 16)
     weight = PackedWeight(made.b_packed, made.scales, **made.arguments)
-    exporter = NativeExporter()
-    tensors = {f"a.{name}": tensor for name, tensor in exporter.own_tensors(weight, "a").items()}
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": exporter.settings()}))
-    save_file(tensors, tmp_path / "model.safetensors")
-    reader = convert.open_reader(tmp_path)
+    reader = stored(tmp_path, weight)
     assert same(reader.read(0), weight)
     for rank, part in enumerate(split_rows(weight, 2)):
         read = reader.read_part(0, Part("rows", 2, rank))
@@ -91,12 +94,8 @@ def test_parts_of_codes_in_two_planes_of_the_own_format(tmp_path, weight_format)
 def test_parts_of_8_bit_codes_of_the_own_format(tmp_path, K, count) -> None:
     """The reader knows how many codes a word has only from the number of blocks of the super scales."""
     weight = weight_of("uint8b128", K=K, group=16)
-    exporter = NativeExporter()
-    tensors = {f"a.{name}": tensor for name, tensor in exporter.own_tensors(weight, "a").items()}
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": exporter.settings()}))
-    save_file(tensors, tmp_path / "model.safetensors")
-    reader, parts = convert.open_reader(tmp_path), split_rows(weight, count)
-    for rank, part in enumerate(parts):
+    reader = stored(tmp_path, weight)
+    for rank, part in enumerate(split_rows(weight, count)):
         read = reader.read_part(0, Part("rows", count, rank))
         assert same(read, part) if K // count % 256 == 0 else read is None
 

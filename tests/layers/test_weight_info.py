@@ -28,13 +28,13 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = packed_layer(), packed_layer(), packed_layer()
 
 
-def fused_projection() -> nn.Module:
+def fused() -> nn.Module:
     model = nn.Sequential(Attention())
     fuse_projections(model)
-    return model[0].q_proj
+    return model
 
 
-LAYERS = [packed_layer, lambda: MarlinEmbedding.from_embedding(nn.Embedding(N, K)), fused_projection]
+LAYERS = [packed_layer, lambda: MarlinEmbedding.from_embedding(nn.Embedding(N, K)), lambda: fused()[0].q_proj]
 
 
 @pytest.mark.parametrize("make", LAYERS)

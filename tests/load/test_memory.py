@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
+from tests.checkpoints.test_gguf import Writer
 from tests.integrations.test_beside_transformers import scheme
 from torch_marlin_metal import load_quantized
 from torch_marlin_metal.checkpoints import float_rows, grouped
@@ -33,7 +33,6 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
 MLX = {"bits": 4, "group_size": 64, "mode": "affine"}
 FP8 = scheme("float-quantized", kind="float")
-BLOCKS = {"Q6_K": (256, 210)}
 
 
 def words(*shape: int) -> torch.Tensor:
@@ -83,36 +82,27 @@ def directory(part: Callable[[int, int], dict[str, torch.Tensor]], settings: dic
     return write
 
 
-def of_gguf(kind: str):
-    def write(path: Path) -> Path:
-        LlamaConfig(**SIZES).save_pretrained(path)
-        writer = gguf.GGUFWriter(path / "model.gguf", "llama")
-        for key, value in (("block_count", LAYERS), ("embedding_length", H), ("feed_forward_length", 2 * H),
-                           ("head_count", 4), ("head_count_kv", 4), ("layer_norm_rms_eps", 1e-6)):  # fmt: skip
-            getattr(writer, f"add_{key}")(value)
-        block, size = BLOCKS[kind]
+def of_gguf(path: Path) -> Path:
+    LlamaConfig(**SIZES).save_pretrained(path)
+    writer = Writer(path / "model.gguf")
+    for key, value in (("block_count", LAYERS), ("embedding_length", H), ("feed_forward_length", 2 * H),
+                       ("head_count", 4), ("head_count_kv", 4), ("layer_norm_rms_eps", 1e-6)):  # fmt: skip
+        getattr(writer.gguf, f"add_{key}")(value)
 
-        def add(name: str, N: int, K: int) -> None:
-            blocks = RNG.integers(0, 64, (N, K // block * size), dtype=np.uint8)
-            writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
+    def add(name: str, N: int, K: int) -> None:
+        writer.add(name, RNG.integers(0, 64, (N, K // 256 * 210), dtype=np.uint8), "Q6_K")
 
-        norms = ["output_norm"]
-        for layer in range(LAYERS):
-            norms += [f"blk.{layer}.{part}_norm" for part in ("attn", "ffn")]
-            for part in ("q", "k", "v", "output"):
-                add(f"blk.{layer}.attn_{part}.weight", H, H)
-            for part, N, K in (("gate", 2 * H, H), ("up", 2 * H, H), ("down", H, 2 * H)):
-                add(f"blk.{layer}.ffn_{part}.weight", N, K)
-        add("token_embd.weight", VOCABULARY, H)  # the largest tensor last, when all others are in memory
-        for name in norms:
-            writer.add_tensor(f"{name}.weight", np.ones(H, np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return path / "model.gguf"
-
-    return write
+    norms = ["output_norm"]
+    for layer in range(LAYERS):
+        norms += [f"blk.{layer}.{part}_norm" for part in ("attn", "ffn")]
+        for part in ("q", "k", "v", "output"):
+            add(f"blk.{layer}.attn_{part}.weight", H, H)
+        for part, N, K in (("gate", 2 * H, H), ("up", 2 * H, H), ("down", H, 2 * H)):
+            add(f"blk.{layer}.ffn_{part}.weight", N, K)
+    add("token_embd.weight", VOCABULARY, H)  # the largest tensor last, when all others are in memory
+    for name in norms:
+        writer.add(f"{name}.weight", np.ones(H, np.float32))
+    return writer.write()
 
 
 # A function that writes the files, and arguments of the load.
@@ -122,11 +112,11 @@ CASES = {
     "transposed": (directory(mlx, MLX), {}),
     "6 bits in planes": (directory(partial(mlx, bits=6), MLX | {"bits": 6}), {}),
     "a mixture": (directory(gptq, GPTQ, mixture=True), {}),
-    "GGUF Q6_K": (of_gguf("Q6_K"), {}),
+    "GGUF Q6_K": (of_gguf, {}),
     "no weight format": (directory(e5m2, FP8), {}),
     "excluded experts": (directory(gptq, GPTQ, mixture=True), {"exclude": "*.experts"}),
     "a mixture partly in floats": (directory(gptq, GPTQ, mixture=True), {"exclude": "*.down_proj"}),
-    "an excluded table": (of_gguf("Q6_K"), {"exclude": "*.embed_tokens"}),
+    "an excluded table": (of_gguf, {"exclude": "*.embed_tokens"}),
 }
 
 
@@ -165,10 +155,10 @@ def peak_of(call: Callable[[], object], mapped: Path | None = None) -> int:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_is_little_above_what_stays(name, tmp_path, monkeypatch) -> None:
-    # makes the pieces as small relative to this model as they are for a real model
+    # pieces are as small a part of this model as of a real one
     monkeypatch.setattr(gguf_blocks, "PIECE_BYTES", 1 << 15)
     monkeypatch.setattr(grouped, "PIECE", 1 << 14)
-    # otherwise, a tensor could reuse memory of the load before
+    # no tensor then reuses memory of the first load
     monkeypatch.setattr(safetensors, "POOLED_BYTES", 1 << 40)
     monkeypatch.setattr(float_rows, "PIECE", 1 << 14)
     write, choices = CASES[name]
@@ -181,8 +171,7 @@ def test_the_peak_is_little_above_what_stays(name, tmp_path, monkeypatch) -> Non
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_peak_while_a_model_is_quantized_is_little_above_what_stays(tmp_path, monkeypatch) -> None:
-    # makes the chunks as small relative to this model as they are for a real model
-    monkeypatch.setattr(rounding, "CHUNK_ELEMENTS", 1 << 13)
+    monkeypatch.setattr(rounding, "CHUNK_ELEMENTS", 1 << 13)  # as small a part of this model as of a real one
     small = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 512}
     config = Qwen3MoeConfig(**SIZES | MIXTURE | small | {"moe_intermediate_size": 128, "num_experts": 16})
     AutoModelForCausalLM.from_config(config, dtype=torch.float16).save_pretrained(tmp_path)

@@ -171,7 +171,7 @@ def test_each_stack_that_can_be_packed_is_packed(name, device, tmp_path, request
     assert (type(experts.gate_up), type(experts.down)) == classes
     held = [tensor for tensor in experts.state_dict().values() if isinstance(tensor, torch.Tensor)]
     assert sum(tensor.nbytes for tensor in held if tensor.dim() > 1 or tensor.numel() > 8) == size
-    for tokens in (1, 3, FEW_ROWS):  # the last number is more rows than are computed one by one
+    for tokens in (1, 3, FEW_ROWS):  # the last: so many rows that they are not computed one by one
         torch.manual_seed(tokens)
         x, weights = torch.randn(tokens, H), torch.rand(tokens, 2)
         ids = torch.stack([torch.randperm(E)[:2] for _ in range(tokens)])

@@ -63,7 +63,7 @@ def tiles_of_scales(codes: torch.Tensor) -> torch.Tensor:
 
 
 def cases() -> dict[str, tuple]:
-    """Returns the tensors of one layer, the settings, and the weight that they decode to, in fp64, by name."""
+    """Returns for each case the tensors of one layer, the settings, and the decoded weight in fp64."""
     exponents = torch.from_numpy(RNG.integers(118, 130, (N, K // 32))).to(torch.uint8)
     groups, tiles = 2.0 ** (wide(exponents) - 127), torch.from_numpy(RNG.uniform(0.1, 1, (2, 3))).float()
     points = torch.from_numpy(RNG.integers(-9, 9, (N, 1))).to(torch.int8)
@@ -163,7 +163,7 @@ def as_text(value: dict) -> torch.Tensor:
 
 
 def floats() -> dict[str, tuple]:
-    """Returns the same as `cases` for weights that no weight format can represent, with the reason."""
+    """Returns cases like those of `cases`, but of weights that no weight format can represent, each with the reason."""
     e5m2 = torch.from_numpy(RNG.normal(size=(N, K))).to(torch.float8_e5m2)
     columns, one = torch.from_numpy(RNG.uniform(0.5, 3, K)).float(), torch.tensor(0.37)
     short = E4M3[:, :92].contiguous()
@@ -376,7 +376,7 @@ def test_few_bits_of_quanto_are_refused_by_name() -> None:
 
 
 def test_experts_of_transformers_fp8_are_a_stack(tmp_path) -> None:
-    """The names are those of transformers' Fp8Quantize. Experts may also be MXFP4 in bytes."""
+    """The names are those of transformers' Fp8Quantize. The other layer is MXFP4 in bytes."""
     codes = torch.stack([E4M3.view(torch.uint8), E4M3.view(torch.uint8).flip(0)]).view(torch.float8_e4m3fn)
     tiles = torch.from_numpy(RNG.uniform(0.1, 1, (2, 2, 3))).float()
     four = torch.from_numpy(RNG.integers(0, 256, (N, K // 2))).to(torch.uint8)

@@ -13,7 +13,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tests.support.mixtures import llama4, qwen_experts, rewritten, split_experts, stacked_experts
-from tests.support.models import IDS, same, tensors, tree
+from tests.support.models import logits, same, tensors, tree
 from torch_marlin_metal import MarlinExperts, MarlinLinear, convert, load_quantized, quantize_model, quantize_weight
 from torch_marlin_metal.integrations.transformers import MarlinConfig
 from torch_marlin_metal.layers import ExpertWeights
@@ -26,11 +26,6 @@ EXPERTS = "model.layers.0.mlp.experts"
 def empty(model: nn.Module, device: str = "meta") -> nn.Module:
     with torch.device(device):
         return type(model)(model.config).eval()
-
-
-def logits(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 def mlp(name: str) -> str:

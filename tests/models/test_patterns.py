@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.support.models import make_model
-from torch_marlin_metal import MarlinLinear, convert, load_quantized, quantize_model
+from tests.support.models import make_model, packed_layers
+from torch_marlin_metal import convert, load_quantized, quantize_model
 
 NAMES = [f"{block}.{name}" for block in range(3) for name in ("up", "down")]
 CHOICES = {
@@ -20,10 +20,6 @@ CHOICES = {
     "a regular expression matches the whole name": ("re:.*up", ["0.up", "1.up", "2.up"]),
     "a function": (lambda name, *module: name.startswith("1"), ["1.up", "1.down"]),
 }
-
-
-def packed_in(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, MarlinLinear)]
 
 
 @pytest.fixture
@@ -48,8 +44,8 @@ def test_three_functions_choose_the_same_layers(case, floats, packed) -> None:
     quantize_model(included, group_size=32, include=choice, progress=False)
     quantize_model(excluded, group_size=32, exclude=choice, progress=False)
     load_quantized(loaded, packed, exclude=choice, progress=False)
-    assert packed_in(included) == chosen
-    assert packed_in(excluded) == packed_in(loaded) == rest
+    assert list(packed_layers(included)) == chosen
+    assert list(packed_layers(excluded)) == list(packed_layers(loaded)) == rest
     assert sorted(convert.FloatReader(floats, group_size=32, include=choice).layer_names) == sorted(chosen)
     reader = convert.FloatReader(floats, group_size=32, include="*", exclude=choice)
     assert sorted(reader.layer_names) == sorted(rest)
@@ -84,4 +80,4 @@ def test_ignore_and_keep_take_functions_and_regular_expressions(packed) -> None:
     assert torch.equal(model[3].weight, before)
     smaller = make_model("cpu", blocks=2)
     load_quantized(smaller, packed, ignore=lambda name: name.startswith("2."), progress=False)
-    assert packed_in(smaller) == NAMES[:4]
+    assert list(packed_layers(smaller)) == NAMES[:4]

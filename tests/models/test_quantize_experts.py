@@ -28,7 +28,7 @@ from transformers.models.hy_v4.modeling_hy_v4 import HYV4Experts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tests.support.mixtures import decoded
-from tests.support.models import IDS, fail_at, same, tensors, tree
+from tests.support.models import IDS, fail_at, logits, same, tensors, tree
 from torch_marlin_metal import MarlinExperts, MarlinLinear, quantize_model
 from torch_marlin_metal.convert import replace_linear_layers
 from torch_marlin_metal.layers.activation import find_known
@@ -69,11 +69,6 @@ def decoded_model(floats: nn.Module, packed: nn.Module) -> nn.Module:
                         weight = torch.from_numpy(decoded(stack.to_packed(index)))
                         getattr(experts, part)[index].copy_(weight.T if experts.is_transposed else weight)
     return model
-
-
-def logits(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 @pytest.mark.parametrize("weight_format", ["uint4", "mxfp4"])

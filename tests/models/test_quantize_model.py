@@ -53,9 +53,6 @@ def test_error_is_measured_in_chunks_of_columns(monkeypatch, device):
 @pytest.mark.parametrize(
     ("include", "exclude", "expected"),
     [
-        ("*.up", None, {"0.up", "1.up", "2.up"}),
-        (["0.*", "re:[12]\\.down"], None, {"0.up", "0.down", "1.down", "2.down"}),
-        (None, ["1.*"], {"0.up", "0.down", "2.up", "2.down"}),
         (lambda name, module: module.bias is None, None, {"0.down", "1.down", "2.down"}),
         ("*.up", lambda name, module: name.startswith("2"), {"0.up", "1.up"}),
     ],
@@ -222,6 +219,7 @@ def test_an_exception_while_swapping_puts_the_old_layers_back(device):
     assert same(tensors(model), values)
 
 
+@pytest.mark.usefixtures("new_objects")  # so that the collector looks at few objects
 def test_without_atomic_each_old_layer_is_freed_before_the_next(monkeypatch, device):
     model = make_model(device)
     old = [weakref.ref(module.weight) for module in model.modules() if isinstance(module, nn.Linear)]

@@ -109,7 +109,7 @@ def empty_wheel(folder: Path, name: str, version: str, *requires: str) -> None:
             wheel.writestr(path, text)
 
 
-@pytest.mark.parametrize("release", ["2.13", "2.14", "2.15"])
+@pytest.mark.parametrize("release", ["2.13", "2.14"])  # the oldest wheel, and one that is not the newest
 def test_pip_takes_the_wheel_for_the_torch(release: str, tmp_path: Path) -> None:
     for other in ("2.13", "2.14", "2.15"):
         built_for = f"{other}.0+cpu"

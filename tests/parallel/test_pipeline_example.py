@@ -1,9 +1,6 @@
 """Two processes run examples/pipeline.py. They generate the tokens of one process, and each reads only its layers."""
 # ruff: noqa: E402
 
-import importlib.util
-from pathlib import Path
-
 from tests.support.mps import load_mps
 
 load_mps()  # in each process, before transformers asks torch for the device; the fixture `mps` reports missing parts
@@ -11,6 +8,7 @@ load_mps()  # in each process, before transformers asks torch for the device; th
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from examples import pipeline
 from tests.support.llama import IDS, MODELS
 from tests.support.processes import error_of, run
 from torch_marlin_metal import load_quantized
@@ -18,14 +16,6 @@ from torch_marlin_metal.checkpoints import checkpoint
 
 TOKENS = 6
 CASES = (("cpu", "gptq-sym-g32-actorder"), ("cpu", "compressed-tensors-nvfp4"), ("mps", "gptq-sym-g32-actorder"))
-
-
-def example():
-    path = Path(__file__).parents[2] / "examples/pipeline.py"
-    spec = importlib.util.spec_from_file_location("pipeline", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def one_process(name: str, device: str) -> torch.Tensor:
@@ -45,7 +35,6 @@ def stage(rank: int, world: int, cases, wanted) -> None:
         return read_tensor(info, *part)
 
     checkpoint.read_tensor = recorded
-    pipeline = example()
     for (device, name), tokens in zip(cases, wanted, strict=True):
         read.clear()
         model = pipeline.load_stage(str(MODELS / name), device)
@@ -67,7 +56,7 @@ def test_two_processes_generate_the_tokens_of_one(mps: str, tmp_path) -> None:
 
 
 def test_a_tied_output_layer_reads_the_embedding_on_the_last_process() -> None:
-    own = example().own_name
+    own = pipeline.own_name
     embedding = "model.embed_tokens.weight"
     assert own(embedding, range(2), first=True, last=False, tied=True) == embedding
     assert own(embedding, range(2, 4), first=False, last=True, tied=True) == "lm_head.weight"

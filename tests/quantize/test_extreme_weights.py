@@ -16,8 +16,9 @@ def relative_error(w: torch.Tensor, *arguments: object, **options: object) -> fl
 @pytest.mark.parametrize("method", ["rtn", "mse"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_weight_at_the_ends_of_the_range_is_exact_or_refused(name, method, scale_dtype, everything) -> None:
-    """Scales a weight by powers of two: with --everything by all, otherwise by those near the ends of float16 and by
-    every fourth, which are others for each format.
+    """Scales a weight by powers of two: by all of them with --everything.
+
+    A sample has those near the ends of float16, and every fourth of the others. Each format has its own sample.
     """
     w = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     expected = relative_error(w, name, None, method, scale_dtype=scale_dtype)

@@ -89,7 +89,8 @@ def test_a_weight_replaces_an_alias_and_minus_one(alias) -> None:
     weight = tmm.quantize_weight(torch.randn(24, 64), alias, -1)
     given = {name: value for name, value in weight.tensors().items() if name not in ("b_packed", "scales")}
     made = tmm.PackedWeight(weight.b_packed, weight.scales, alias, -1, **given)
-    assert (made.weight_format, made.group_size) == (ALIASES[alias], 64)
+    for one in (weight, made):
+        assert (one.weight_format, one.group_size) == (ALIASES[alias], 64)
     assert torch.equal(made.validate().dequantize(), weight.dequantize())
 
 

@@ -247,13 +247,6 @@ def test_nf4_is_lut4_with_its_table(device):
     assert packed.lut.tolist() == pytest.approx(NF4_VALUES)
 
 
-@pytest.mark.parametrize(
-    "alias", [("u4b8", "uint4b8"), ("u4", "uint4"), ("fp4", "float4_e2m1"), ("float4_e2m1f", "float4_e2m1")]
-)
-def test_aliases(alias, device):
-    assert quantize_weight(weights("normal").to(device), alias[0]).weight_format == alias[1]
-
-
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_chunks_do_not_change_the_result(weight_format, monkeypatch, device):
     w = weights("outliers", N=29).to(device)

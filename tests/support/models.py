@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from torch_marlin_metal import MarlinLinear
 from torch_marlin_metal.models import quantize as model_module
 
 IDS = torch.tensor([[3, 9, 27, 41, 5]])
@@ -40,6 +41,15 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def packed_layers(model: nn.Module) -> dict[str, MarlinLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, MarlinLinear)}
 
 
 def fail_at(monkeypatch, name: str, call: int, module=model_module) -> None:

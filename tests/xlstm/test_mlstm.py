@@ -12,8 +12,6 @@ from tests.support.mlstm_cases import REGIMES, Problem, Regime, array, make, rel
 from tests.support.programs import run_python
 
 OPS = torch.ops.torch_marlin_metal
-
-OPS = torch.ops.torch_marlin_metal
 CHUNKS = (16, 32, 64, 128, 256)
 NUMERATOR, STATE, HIDDEN, ILL_CONDITIONED, STABILISER = 5e-5, 1e-5, 2e-4, 1e-2, 2e-5
 
@@ -69,14 +67,13 @@ def test_regimes(regime, chunk_size, m0, device):
     check_all(problem, device, chunk_size, hidden_bound(regime, m0))
 
 
-def test_all_regimes(everything, device):
-    shapes = [(2, 3, 256, 24, 48), (1, 2, 256, 64, 72)] if everything else [(1, 2, 32, 8, 8)]
-    for B, H, S, DK, DV in shapes:
-        for regime in REGIMES if everything else REGIMES[:1]:
-            for chunk_size in [L for L in CHUNKS if S % L == 0]:
+@pytest.mark.whole
+def test_all_regimes(device):
+    for sizes in ((2, 3, 256, 24, 48), (1, 2, 256, 64, 72)):
+        for regime in REGIMES:
+            for chunk_size in CHUNKS:
                 for m0 in (None, 20.0, -20.0):
-                    problem = make(B, H, S, DK, DV, regime, m0)
-                    check_all(problem, device, chunk_size, hidden_bound(regime, m0))
+                    check_all(make(*sizes, regime, m0), device, chunk_size, hidden_bound(regime, m0))
 
 
 @pytest.mark.parametrize(

@@ -8,24 +8,14 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_marlin_metal as tmm
+from tests.ops.test_contract import utils
 from tests.support.mlstm_cases import REGIMES, Regime, array, make
-
-OPS = torch.ops.torch_marlin_metal
 
 OPS = torch.ops.torch_marlin_metal
 # In checked mode, inexact functions get a different error in every run. Tests that compare two runs therefore use fast
 # mode.
 repeatable = pytest.mark.large
 NAMES = ("q", "k", "v", "i", "f", "C0", "n0", "m0")
-
-
-def utils(device: str) -> tuple[str, ...]:
-    """Returns opcheck's tests.
-
-    On mps, test_autograd_registration is left out, because torch 2.13 cannot run it there.
-    """
-    names = ("test_schema", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
-    return names if device == "mps" else ("test_autograd_registration", *names)
 
 
 @repeatable

@@ -1,9 +1,6 @@
 """The mLSTM modules in transformers' xLSTM model, against transformers' own layer, in 4 bit, and in the example."""
 
-import importlib.util
 import itertools
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +8,7 @@ import torch
 from rich.console import Console
 
 import torch_marlin_metal as tmm
+from examples import xlstm as example
 
 
 @pytest.fixture
@@ -125,10 +123,6 @@ def test_no_tokens_leave_the_state_alone(device):
 
 
 def test_the_example_learns_and_its_steps_agree_with_its_chunks(monkeypatch):
-    spec = importlib.util.spec_from_file_location("xlstm", Path(__file__).parents[2] / "examples/xlstm.py")
-    example = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "xlstm", example)
-    spec.loader.exec_module(example)
     clock = itertools.count(0, 0.01)  # a fake clock gives 150 steps on any machine
     monkeypatch.setattr(example, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     torch.manual_seed(0)

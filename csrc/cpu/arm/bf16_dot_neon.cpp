@@ -1,21 +1,14 @@
 // Products with FEAT_BF16. One row uses bfdot. More rows use bfmmla, which multiplies twice as many values per
 // instruction. Every code is exact in bf16. An activation is a sum of bf16 terms ("parts"): one part for a bf16
-// activation, three for an fp32 activation. The instructions flush subnormals and may round to odd, so activations
-// outside 2^-96 .. 2^120 go to the kernels that multiply in fp32 (bf16_parts.h).
-#include <algorithm>
-#include <utility>
-
+// activation, three for an fp32 activation. The instructions may round sums to odd. They also flush subnormals, so
+// activations outside 2^-96 .. 2^120 go to the kernels that multiply in fp32 (bf16_parts.h).
 #include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__aarch64__)
 
-#include <arm_neon.h>
+#include "csrc/cpu/target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("bf16"))), apply_to = function)
-#else
-#pragma GCC target("arch=armv8.2-a+bf16")
-#endif
+MARLIN_TARGET("bf16")
 
 #include "csrc/cpu/arm/vec_neon.h"
 #include "csrc/cpu/kernels/bf16_parts.h"
@@ -30,8 +23,8 @@ struct NeonBf16 : Neon {};
 
 using V = NeonBf16;
 
-// The codes of four words, as operands of four instructions: [even k, odd k][columns 0 and 1, columns 2 and 3]. An
-// operand holds four k of two columns.
+// Four words, one per column, decoded to the operands of four instructions. `of` is [even k, odd k][columns 0 and 1,
+// columns 2 and 3]. An operand holds four k of two columns.
 struct Operands {
   bfloat16x8_t of[2][2];
 };
@@ -232,8 +225,6 @@ const Bf16DotKernels* bf16_dot_kernels() {
 
 }  // namespace marlin::cpu
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MARLIN_TARGET_END
 
 #endif

@@ -1,19 +1,13 @@
 // The byte_split kernel (byte_split.h) for CPUs with FEAT_I8MM. One instruction multiplies eight k of two rows with
 // eight k of two columns. These are 32 products, twice as many as in a byte dot product. byte_split turns each row of
 // activations into three rows of bytes.
-#include <utility>
-
 #include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__aarch64__)
 
-#include <arm_neon.h>
+#include "csrc/cpu/target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("i8mm"))), apply_to = function)
-#else
-#pragma GCC target("arch=armv8.2-a+i8mm")
-#endif
+MARLIN_TARGET("i8mm")
 
 #include "csrc/cpu/arm/neon_bytes.h"
 
@@ -80,8 +74,6 @@ const MatrixKernel* byte_matrix_kernel() {
 
 }  // namespace marlin::cpu
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MARLIN_TARGET_END
 
 #endif

@@ -1,19 +1,12 @@
 // The byte_split kernels (byte_split.h) for CPUs with FEAT_DotProd. Codes are signed bytes. One instruction computes
 // sixteen products.
-#include <algorithm>
-#include <utility>
-
 #include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__aarch64__)
 
-#include <arm_neon.h>
+#include "csrc/cpu/target.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
-#else
-#pragma GCC target("arch=armv8.2-a+dotprod")
-#endif
+MARLIN_TARGET("dotprod")
 
 #include "csrc/cpu/arm/neon_bytes.h"
 
@@ -67,8 +60,6 @@ const ByteSplitKernels* byte_split_kernels() {
 
 }  // namespace marlin::cpu
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+MARLIN_TARGET_END
 
 #endif

@@ -1,4 +1,4 @@
-// The vector policy for NEON (Armv8-A): vectors of 4 columns.
+// The vector policy for NEON (Armv8-A): vectors of 4 columns. vec_portable.h describes the functions.
 #pragma once
 
 #include <arm_neon.h>
@@ -32,28 +32,22 @@ struct Neon {
   static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
   static F fnma(F a, F b, F c) { return vfmsq_f32(c, a, b); }
   static F div(F a, F b) { return vdivq_f32(a, b); }
-  // Returns NaN if b is NaN.
   static F max(F a, F b) { return vmaxq_f32(a, b); }
-  // Returns 2^n for whole n in [-126, 127].
   static F pow2(F n) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23)); }
-  // Returns value, or 0 if x < limit.
   static F zero_below(F x, float limit, F value) {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(value), vcltq_f32(x, vdupq_n_f32(limit))));
   }
-  // Forces the rounding of a product. Otherwise the compiler may fuse the product with the addition that follows.
   static F rounded(F a) {
     asm("" : "+w"(a));
     return a;
   }
   static I load_words(const uint32_t* p) { return vld1q_u32(p); }
   static void store_words(uint32_t* p, I words) { vst1q_u32(p, words); }
-  // Returns `word` with code j replaced by bits shift to shift + 3 of `from`. Code j must be 0 before.
   template <int j>
   static I insert_code(I word, I from, int shift) {
     const I code = vandq_u32(vshlq_u32(from, vdupq_n_s32(-shift)), vdupq_n_u32(15));
     return vsliq_n_u32(word, code, 4 * j);
   }
-  // Returns `bits` bits of each word, from bit `shift` on.
   template <int shift, int bits>
   static I field(I words) {
     I shifted = words;
@@ -75,9 +69,8 @@ struct Neon {
     const I bits = vreinterpretq_u32_f32(v);
     return vreinterpretq_u16_u32(vaddq_u32(bits, rounding(bits)));
   }
-  // The lower 16 bits of a NaN must be zero. Otherwise the rounding could carry into the exponent and the sign. vaddhn
-  // would add and take the upper halves in one instruction. But GCC 14.2 compiles vaddhn with 0x7FFF to raddhn, which
-  // adds 0x8000, and so rounds ties up instead of to even.
+  // vaddhn would add and take the upper halves in one instruction. But GCC 14.2 compiles vaddhn with 0x7FFF to raddhn,
+  // which adds 0x8000, and so rounds ties up instead of to even.
   static void store_bfloat16(uint16_t* p, F a, F b) { vst1q_u16(p, vuzp2q_u16(plus_rounding(a), plus_rounding(b))); }
   static void stream_line(void* to, const void* from) { std::memcpy(to, from, 64); }
 

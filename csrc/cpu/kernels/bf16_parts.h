@@ -61,9 +61,9 @@ class BytePairs {
   __m512i upper_[kParts], lower_[kParts];
 };
 
-// Integers of 8 bits need no table. In the fp32 number 2^23, the lowest bit has the value 1; in 2^15, the ninth bit has
-// the value 1. So a code in the lowest byte of a word is inserted in 2^23, and a code in the second byte in 2^15, and
-// neither needs a shift. A subtraction then gives the value of the code, which is exact and fits bf16.
+// Integers of 8 bits need no table and no shift. A code in the lowest byte of a word is inserted into the fp32 number
+// 2^23, whose lowest bit has the value 1. A code in the second byte is inserted into 2^15, whose ninth bit has the
+// value 1. A subtraction then gives the value of the code, which bf16 represents exactly.
 template <>
 class BytePairs<Codes::byte> {
  public:

@@ -7,7 +7,7 @@
 //   kOperandsPerLoad   the number of 32-bit operands per load
 //   nibbles, load_table, look_up
 //   add_products       adds the products of a range of k
-//   kNearRow           optional; true for codes of which one row prefetches into the first-level cache
+//   kNearRow           optional; true for codes whose kernel for one row prefetches into the first-level cache
 #pragma once
 
 #include <utility>
@@ -18,9 +18,9 @@
 
 namespace marlin::cpu {
 
-// Decodes half of the codes of eight k to bytes: the even k or the odd k of a word of 4-bit codes, with the upper bits
-// of the second plane if there is one. For codes of 8 bits, half of the codes is one of two words, which needs no
-// decoding. A byte represents the value (byte - offset) * unit.
+// Decodes four of eight k to bytes. In a word of 4-bit codes, these are the even k or the odd k, with the upper bits of
+// the second plane if there is one. For codes of 8 bits they are one of two words, which needs no decoding. A byte
+// represents the value (byte - offset) * unit.
 template <class V, Codes codes>
 class CodeBytes {
  public:

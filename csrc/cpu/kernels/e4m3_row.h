@@ -20,16 +20,16 @@ template <class V, int C, class Body>
   return k;
 }
 
-// With AVX-512, codes are converted to fp32 by a shift and a mask alone, without a permutation. This is correct only
-// for normal numbers. So in each segment, this conversion ends at the first row of words that has a zero, a subnormal
-// code or a NaN in this strip. In normally distributed groups of 128 with the largest magnitude as scale, one of 13,000
-// codes is such a code. AVX2 has no instruction that masks and sets bits at once, so there this would save nothing.
+// Multiplies in two ways. With AVX-512, each segment begins with the first way: a shift and a mask convert codes to
+// fp32. This is correct only for normal numbers, so it ends at the first row of words that has a zero, a subnormal code
+// or a NaN in this strip. In normally distributed groups of 128 with the largest magnitude as scale, one of 13,000
+// codes is such a code. AVX2 has no instruction that masks and sets bits at once, so it uses only the second way.
 //
-// All other codes are converted through fp16: those of k = 0 and 2 in the 16-bit halves of a word, then those of k = 1
-// and 3. A vector of fp32 values therefore holds the values of half the columns for two k, and each column has two
-// sums. The fp16 values pass through memory, because to convert them from registers takes shuffles, of which Intel's
-// cores execute only one per cycle. A NaN code is converted to 480. NaN is also the code with the largest magnitude, so
-// if that magnitude occurs in a column, the column's sum becomes NaN at the end.
+// The second way converts codes through fp16: those of k = 0 and 2 in the 16-bit halves of a word, then those of k = 1
+// and 3. A vector of fp32 values holds two k of half the columns, so each column has two sums. The fp16 values pass
+// through memory, because their conversion in registers takes shuffles, of which Intel's cores execute only one per
+// cycle. A NaN code is converted to 480. NaN is the code with the largest magnitude, so a column in which this
+// magnitude occurs gets the sum NaN at the end.
 template <class V, int C>
 void e4m3_row(const Step& s) {
   using F = typename V::F;

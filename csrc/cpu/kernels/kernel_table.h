@@ -33,9 +33,9 @@ struct Step {
   const uint32_t* words;  // [k/8, strip], or [k/4, strip] of 8-bit codes; row stride ld_words
   int64_t ld_words;
   HighPlane high;  // for codes in two planes; its first k is that of `words`
-  // Words that will be needed soon, with the same stride as `words`. They are prefetched into the second-level cache
-  // only. The first-level cache could evict them: if N is a power of two, all rows of a chunk share a few of its sets.
-  // Some kernels of one row prefetch into the first-level cache, and their words ahead are near (near_row, blocks.h).
+  // Words to prefetch, with the same stride as `words`. Most kernels prefetch them into the second-level cache only.
+  // The first-level cache could evict them: if N is a power of two, all rows of a chunk share a few of its sets. For
+  // the kernels of near_row, these words are needed sooner, and they are prefetched into the first-level cache.
   const uint32_t* ahead;
   const float* panel;  // [k, strip] decoded codes, if the kernel reads a panel instead of words
   // The next strip of the same chunk, or nullptr. This step decodes that strip into next_panel between its own
@@ -66,8 +66,7 @@ struct PackRow {
   int rows;
   int row;
   void* out;
-  bool byte_codes;  // true for codes of 8 bits: kernels that decode several codes at once then pair other k (see their
-                    // headers)
+  bool byte_codes;  // true for codes of 8 bits, for which some kernels pack the k in another order
 };
 
 // A kernel that multiplies blocks of min_rows to max_rows rows with strips of `strip` columns.
@@ -84,10 +83,11 @@ struct MatrixKernel {
   // True if `unpack` also applies the zeros and the global scale, and rounds the weight to bf16. The steps then get
   // scales of 1 and no zeros, and a whole chunk is one segment.
   bool rounded_panel;
-  bool (*representable)(const float* scales, int64_t count);  // returns false if a code times its scale may be inexact
-  std::array<bool, kCodesCount> near_row;                     // true for codes of which one row needs near words ahead
-  int row_bytes;                                              // bytes of the packed activations of one row in one chunk
-  bool (*pack)(const PackRow&);                               // returns false if the kernel cannot represent a value
+  bool (*representable)(const float* scales, int64_t count);  // returns false if a code times a scale may be inexact
+  std::array<bool, kCodesCount>
+      near_row;                  // true for codes whose step for one row prefetches into the first-level cache
+  int row_bytes;                 // bytes of the packed activations of one row in one chunk
+  bool (*pack)(const PackRow&);  // returns false if the kernel cannot represent a value
   // If not nullptr, called before and after all steps of a task, to set and release per-thread state. `rows` is the
   // number of rows of the largest row block.
   void (*begin)(int segment, int rows);
@@ -142,8 +142,8 @@ struct Bf16DotKernels {
   MatrixKernel fp32_row;  // for one row of fp32; splits each activation into three bf16 terms
   MatrixKernel small_m;   // for bf16 activations
   MatrixKernel large_m;   // for bf16 activations
-  MatrixKernel panel;     // for several row blocks of bf16 that share decoded codes; empty on Arm
-  MatrixKernel rounded;   // as `panel`, with weights that are rounded to bf16; empty on Arm
+  MatrixKernel panel;     // for several row blocks of bf16, which share decoded codes; empty on Arm
+  MatrixKernel rounded;   // like `panel`, but rounds the weights to bf16; empty on Arm
 };
 
 // Kernels that split each activation into three bytes (small_m, large_m) or round it to one byte (int8_small_m, int8),

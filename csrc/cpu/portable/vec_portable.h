@@ -1,4 +1,6 @@
-// The portable vector policy: vectors of 4 columns in plain C++, which the compiler may map to vector registers.
+// The portable vector policy: vectors of 4 columns in plain C++, which the compiler may map to vector registers. The
+// comments hold for the functions of all policies. The other policies also have field<shift, bits>(words), which
+// returns `bits` bits of each word, from bit `shift` on.
 #pragma once
 
 #include <cstring>
@@ -76,7 +78,7 @@ struct Portable {
   }
   static I load_words(const uint32_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
   static void store_words(uint32_t* p, I words) { std::memcpy(p, words.v, sizeof words.v); }
-  // Returns `word` with code j replaced by bits shift to shift + 3 of `from`. Code j must be 0 before.
+  // Returns `word` with the four bits of `from` that begin at bit `shift` as code j. Code j of `word` must be 0.
   template <int j>
   static I insert_code(I word, I from, int shift) {
     for (int i = 0; i < 4; ++i)
@@ -93,6 +95,7 @@ struct Portable {
     for (int i = 0; i < 4; ++i)
       p[i] = float_to_half(a.v[i]);
   }
+  // The lower 16 bits of a NaN must be zero. Otherwise the rounding could carry into the exponent and the sign.
   static void store_bfloat16(uint16_t* p, F a, F b) {
     for (int i = 0; i < 4; ++i) {
       p[i] = float_to_bfloat16(a.v[i]);

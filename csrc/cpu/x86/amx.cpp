@@ -1,14 +1,14 @@
 // Products in AMX bf16 tiles. One tile instruction adds the products of 32 k in fp32. Codes and activations are sums of
-// bf16 terms ("parts"). A code has one part, but codes of a table that bf16 cannot represent have three. A bf16
-// activation has one part and an fp16 activation two. An fp32 activation has three, or two if the caller accepts errors
-// of 2^-17. The products of all parts are added to the same tile. After each segment, scale and zero point are applied
-// in fp32. Activations outside 2^-96 .. 2^120 go to the kernels that multiply in fp32: tile products flush subnormals
+// bf16 terms ("parts"), and the products of all parts are added to the same tile. A code has one part, but three if
+// bf16 cannot represent the codes of a table. An activation has one part in bf16, two in fp16, and three in fp32, or
+// two if the caller accepts errors of 2^-17. After each segment, scale and zero point are applied in fp32. Tile
+// products flush subnormals, so activations outside 2^-96 .. 2^120 go to the kernels that multiply in fp32
 // (bf16_parts.h).
 #include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__x86_64__) && defined(__linux__)
 
-#include "csrc/cpu/x86/target.h"
+#include "csrc/cpu/target.h"
 
 MARLIN_TARGET(MARLIN_AVX512 ",avx512bf16,avx512vbmi,amx-tile,amx-bf16")
 
@@ -82,13 +82,14 @@ void unpack_tiles(const Step& s, float* panel) {
 
 // The smallest activation (2^-68) and the smallest scale (2^-25) for a scaled panel. Their product with the smallest
 // code, 2^-9 in E4M3, is 2^-102. The tiles flush values below 2^-126, so a flushed value is less than 2^-24 of that
-// product. The largest scale times the largest code, 448, is less than 2^127.
+// product.
 constexpr uint32_t kMinScaledActivation = (127U - 68U) << 23, kMinScale = (127U - 25U) << 23;
 
 // Returns true if every product of a code and its scale is large enough for the tiles and cannot overflow. NaN is
 // allowed.
 bool scales_representable(const float* scales, int64_t count) {
-  constexpr uint32_t kScaleEnd = (127U + 119U) << 23, kInfinity = 255U << 23;
+  constexpr uint32_t kScaleEnd = (127U + 119U) << 23;  // times the largest code, 448, this is less than 2^128
+  constexpr uint32_t kInfinity = 255U << 23;
   uint32_t out_of_range = 0;
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t magnitude = std::bit_cast<uint32_t>(scales[i]) & 0x7FFFFFFFU;

@@ -1,5 +1,5 @@
-// Decodes packed words to bf16 codes, in the order of AMX tiles. Files include this header after their ISA pragma, so
-// everything here has internal linkage. In amx.cpp, the panel of a strip is [tile product][code part][2 column
+// Decodes packed words to bf16 codes, in the order of AMX tiles. Include this file after the ISA pragma. All
+// definitions have internal linkage. In amx.cpp, the panel of a strip is [tile product][code part][2 column
 // tiles][k/2][16 columns], and each element is a pair of bf16. The pairs of 8 k are (0, 4), (1, 5), (2, 6), (3, 7),
 // because one shift of a word gives two codes that are 4 k apart. For codes of 8 bits the pairs are (0, 2), (1, 3), (4,
 // 6), (5, 7).
@@ -229,7 +229,8 @@ class Rounded {
 // Decodes codes with Decoded, and multiplies them by the scale of their group. The product is exact in bf16: an E2M1
 // code has two significant bits, an E4M3 code or scale has four, and an E8M0 scale has one. A whole chunk is one
 // segment. Decoding and scaling takes more instructions than decoding alone, so the next panel is always decoded
-// between the tile products of the previous one. This was 1.04 to 1.25 times as fast at any number of rows (same Xeon).
+// between the tile products of the previous one. This was 1.04 to 1.25 times as fast at any number of rows (Intel
+// Xeon).
 template <class Decoded>
 class Scaled {
  public:

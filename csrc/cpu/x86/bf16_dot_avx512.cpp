@@ -1,12 +1,12 @@
 // Products with AVX512-BF16: vdpbf16ps multiplies pairs of bf16 and adds in fp32. Every code is exact in bf16 (integers
 // below 256, E2M1, E4M3). An activation is a sum of bf16 terms ("parts"): one part for a bf16 activation, three parts
-// of 8 bits for an fp32 activation. Activations outside 2^-96 .. 2^120 go to the kernels that multiply in fp32: the
-// instruction flushes subnormals (bf16_parts.h).
+// of 8 bits for an fp32 activation. The instruction flushes subnormals, so activations outside 2^-96 .. 2^120 go to the
+// kernels that multiply in fp32 (bf16_parts.h).
 #include "csrc/cpu/kernels/kernel_table.h"
 
 #if defined(__x86_64__)
 
-#include "csrc/cpu/x86/target.h"
+#include "csrc/cpu/target.h"
 
 MARLIN_TARGET(MARLIN_AVX512 ",avx512bf16,avx512vbmi")
 

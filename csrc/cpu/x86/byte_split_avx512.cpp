@@ -4,7 +4,7 @@
 #if defined(__x86_64__)
 
 #include "csrc/cpu/kernels/byte_split.h"
-#include "csrc/cpu/x86/target.h"
+#include "csrc/cpu/target.h"
 
 MARLIN_TARGET(MARLIN_AVX512 ",avx512vnni")
 

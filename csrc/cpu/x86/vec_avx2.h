@@ -1,5 +1,5 @@
-// The vector policy for AVX2 with FMA and F16C: vectors of 8 columns. vpermps reads three index bits, so a look-up in
-// 16 entries needs two vpermps.
+// The vector policy for AVX2 with FMA and F16C: vectors of 8 columns. vec_portable.h describes the functions. vpermps
+// reads three index bits, so a look-up in 16 entries needs two vpermps.
 #pragma once
 
 #include <immintrin.h>
@@ -31,30 +31,24 @@ struct Avx2 {
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
   static F div(F a, F b) { return _mm256_div_ps(a, b); }
-  // Returns NaN if b is NaN.
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
-  // Returns 2^n for whole n in [-126, 127].
   static F pow2(F n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
   }
-  // Returns value, or 0 if x < limit.
   static F zero_below(F x, float limit, F value) {
     return _mm256_and_ps(value, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_NLT_UQ));
   }
-  // Forces the rounding of a product. Otherwise the compiler may fuse the product with the addition that follows.
   static F rounded(F a) {
     asm("" : "+x"(a));
     return a;
   }
   static I load_words(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static void store_words(uint32_t* p, I words) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words); }
-  // Returns `word` with code j replaced by bits shift to shift + 3 of `from`. Code j must be 0 before.
   template <int j>
   static I insert_code(I word, I from, int shift) {
     const I code = _mm256_and_si256(_mm256_srl_epi32(from, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(15));
     return _mm256_or_si256(word, _mm256_slli_epi32(code, 4 * j));
   }
-  // Returns `bits` bits of each word, from bit `shift` on.
   template <int shift, int bits>
   static I field(I words) {
     const I shifted = shift == 0 ? words : _mm256_srli_epi32(words, shift);
@@ -76,7 +70,6 @@ struct Avx2 {
     const I odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
   }
-  // The lower 16 bits of a NaN must be zero. Otherwise the rounding could carry into the exponent and the sign.
   static void store_bfloat16(uint16_t* p, F a, F b) {
     // vpackusdw packs each 128-bit half separately, so the result must be reordered.
     const I packed = _mm256_packus_epi32(bfloat16_bits(a), bfloat16_bits(b));

@@ -1,5 +1,6 @@
-// The vector policy for AVX-512 (F, BW, DQ, VL): vectors of 16 columns. vpermps looks up 16 entries by the low four
-// bits of each lane. So one look-up decodes any 4-bit format, and the codes need no mask.
+// The vector policy for AVX-512 (F, BW, DQ, VL): vectors of 16 columns. vec_portable.h describes the functions. vpermps
+// looks up 16 entries by the low four bits of each lane. So one look-up decodes any 4-bit format, and the codes need no
+// mask.
 #pragma once
 
 #include <immintrin.h>
@@ -31,29 +32,23 @@ struct Avx512 {
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
-  // Returns NaN if b is NaN.
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
-  // Returns 2^n for whole n in [-126, 127].
   static F pow2(F n) { return _mm512_scalef_ps(_mm512_set1_ps(1.F), n); }
-  // Returns value, or 0 if x < limit.
   static F zero_below(F x, float limit, F value) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_NLT_UQ), value);
   }
-  // Forces the rounding of a product. Otherwise the compiler may fuse the product with the addition that follows.
   static F rounded(F a) {
     asm("" : "+v"(a));
     return a;
   }
   static I load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
   static void store_words(uint32_t* p, I words) { _mm512_storeu_si512(p, words); }
-  // Returns `word` with the four bits of `from` that begin at bit `shift` as code j. Code j of `word` must be 0.
   template <int j>
   static I insert_code(I word, I from, int shift) {
     const I rotated = _mm512_rolv_epi32(from, _mm512_set1_epi32((4 * j - shift) & 31));
     constexpr int kAOrBAndC = 0xF8;
     return _mm512_ternarylogic_epi32(word, rotated, _mm512_set1_epi32(static_cast<int>(15U << (4 * j))), kAOrBAndC);
   }
-  // Returns `bits` bits of each word, from bit `shift` on.
   template <int shift, int bits>
   static I field(I words) {
     const I shifted = shift == 0 ? words : _mm512_srli_epi32(words, shift);
@@ -78,7 +73,6 @@ struct Avx512 {
     const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
     return _mm512_mask_add_epi32(sum, odd, sum, _mm512_set1_epi32(1));
   }
-  // The lower 16 bits of a NaN must be zero. Otherwise the rounding could carry into the exponent and the sign.
   static void store_bfloat16(uint16_t* p, F a, F b) {
     const I high_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
                                            25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);

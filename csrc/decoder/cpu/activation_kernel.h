@@ -4,6 +4,7 @@
 
 #include "csrc/cpu/vector_math.h"
 #include "csrc/decoder/cpu/kernel_table.h"
+#include "csrc/decoder/cpu/row_kernels.h"
 
 namespace marlin::cpu {
 
@@ -87,3 +88,13 @@ void activate(Activation activation, const GatedBlock& block) {
 }
 
 }  // namespace marlin::cpu
+
+// Defines a function that returns the functions for the vector policy V.
+#define MARLIN_DECODER_FUNCTIONS(function, V)                                                                   \
+  namespace marlin::cpu {                                                                                       \
+  const DecoderFunctions* function() {                                                                          \
+    static constexpr DecoderFunctions kFunctions{&activate<V>, &sum_of_squares<V>, &add_rows<V>, &scale_row<V>, \
+                                                 &rotate_row<V>};                                               \
+    return &kFunctions;                                                                                         \
+  }                                                                                                             \
+  }

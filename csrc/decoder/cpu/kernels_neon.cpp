@@ -5,16 +5,7 @@
 
 #include "csrc/cpu/arm/vec_neon.h"
 #include "csrc/decoder/cpu/activation_kernel.h"
-#include "csrc/decoder/cpu/row_kernels.h"
 
-namespace marlin::cpu {
-
-const DecoderFunctions* neon_decoder_functions() {
-  static constexpr DecoderFunctions functions{&activate<Neon>, &sum_of_squares<Neon>, &add_rows<Neon>, &scale_row<Neon>,
-                                              &rotate_row<Neon>};
-  return &functions;
-}
-
-}  // namespace marlin::cpu
+MARLIN_DECODER_FUNCTIONS(neon_decoder_functions, Neon)
 
 #endif

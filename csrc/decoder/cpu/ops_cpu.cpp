@@ -21,8 +21,6 @@
 namespace marlin::cpu {
 namespace {
 
-using TwoTensors = std::tuple<Tensor, Tensor>;
-
 constexpr int64_t kGrain = 1 << 14;  // the least number of elements per thread
 
 const KernelSet& kernels() {
@@ -33,14 +31,6 @@ const KernelSet& kernels() {
 const DecoderFunctions& functions() {
   static const DecoderFunctions& table = decoder_functions(capability().isa);
   return table;
-}
-
-const char* place(const void* data, ElementType type, int64_t index) {
-  return static_cast<const char*>(data) + index * element_bytes(type);
-}
-
-char* place(void* data, ElementType type, int64_t index) {
-  return static_cast<char*>(data) + index * element_bytes(type);
 }
 
 // Returns the weight in fp32 with the offset added. Fills `buffer` unless the tensor already holds these values.
@@ -70,7 +60,7 @@ void norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double 
     std::vector<float> buffer(static_cast<size_t>(is_wide ? 0 : N));
     std::vector<float> other(static_cast<size_t>(is_wide || sums == nullptr ? 0 : N));
     const auto widened = [&](const Tensor& tensor, int64_t m, std::vector<float>& to) {
-      const char* from = place(tensor.const_data_ptr(), type, m * tensor.stride(0));
+      const char* from = element_at(tensor.const_data_ptr(), type, m * tensor.stride(0));
       if (is_wide) return reinterpret_cast<const float*>(from);
       kernels().to_float(from, type, N, to.data());
       return static_cast<const float*>(to.data());
@@ -78,7 +68,7 @@ void norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double 
     for (int64_t m = begin; m < end; ++m) {
       const float* row = widened(values, m, buffer);
       if (sums != nullptr) {
-        char* stored = place(sums, type, m * N);
+        char* stored = element_at(sums, type, m * N);
         float* total = is_wide ? reinterpret_cast<float*>(stored) : buffer.data();
         functions().add_rows(row, widened(added, m, other), N, total);
         if (!is_wide) {  // the norm is computed from the rounded sum
@@ -89,7 +79,7 @@ void norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double 
       }
       const double squares = functions().sum_of_squares(row, N);
       const auto factor = static_cast<float>(1 / std::sqrt(squares / static_cast<double>(N) + eps));
-      char* result = place(out, type, m * N);
+      char* result = element_at(out, type, m * N);
       functions().scale_row(row, factor, weights, N, is_wide ? reinterpret_cast<float*>(result) : buffer.data());
       if (!is_wide) kernels().from_float(buffer.data(), type, N, result);
     }
@@ -130,7 +120,7 @@ struct Rotation {
   const float* widened(const Tensor& table, int64_t batch, int64_t token, std::vector<float>& buffer) const {
     const int64_t at = (table.size(0) == 1 ? 0 : batch * table.stride(0)) + token * table.stride(1);
     const ElementType type = element_type(table);
-    const char* from = place(table.const_data_ptr(), type, at);
+    const char* from = element_at(table.const_data_ptr(), type, at);
     if (type == ElementType::float32) return reinterpret_cast<const float*>(from);
     buffer.resize(static_cast<size_t>(table.size(2)));
     kernels().to_float(from, type, table.size(2), buffer.data());
@@ -187,15 +177,15 @@ struct Rotation {
         };
         if (!is_wide) {
           by_neighbours(held, [&](int64_t h, int64_t elements) {
-            const char* from = place(held.const_data_ptr(), type, part(held) + h * held.stride(1));
+            const char* from = element_at(held.const_data_ptr(), type, part(held) + h * held.stride(1));
             kernels().to_float(from, type, elements, before.data() + h * head_size);
           });
         }
         for (int64_t h = 0; h < count; ++h) {
-          const auto* from = reinterpret_cast<const float*>(
-              is_wide ? place(held.const_data_ptr(), type, part(held) + h * held.stride(1)) : nullptr);
-          const float* x = is_wide ? from : before.data() + h * head_size;
-          float* y = is_wide ? reinterpret_cast<float*>(place(to, type, part(out) + h * out.stride(1)))
+          const float* x = is_wide ? reinterpret_cast<const float*>(
+                                         element_at(held.const_data_ptr(), type, part(held) + h * held.stride(1)))
+                                   : before.data() + h * head_size;
+          float* y = is_wide ? reinterpret_cast<float*>(element_at(to, type, part(out) + h * out.stride(1)))
                              : after.data() + h * head_size;
           functions().rotate_row({.x = x,
                                   .cos = tables.cos.data(),
@@ -208,7 +198,7 @@ struct Rotation {
         if (!is_wide) {
           by_neighbours(out, [&](int64_t h, int64_t elements) {
             kernels().from_float(after.data() + h * head_size, type, elements,
-                                 place(to, type, part(out) + h * out.stride(1)));
+                                 element_at(to, type, part(out) + h * out.stride(1)));
           });
         }
         row += count;
@@ -233,18 +223,13 @@ TwoTensors rotary_cpu(const Tensor& q, const Tensor& k, const Tensor& cos, const
   return {q_out, k_out};
 }
 
-// Returns the tensor, or a copy if the elements of a row are not adjacent in memory.
-Tensor neighbours(const Tensor& tensor) {
-  return with_unit_stride(as_rows(tensor));
-}
-
 Tensor gated_activation_cpu(const Tensor& gate, const Tensor& up, std::string_view activation,
                             std::optional<double> limit, std::optional<double> alpha) {
   const Activation kind = check_gated_activation(gate, up, activation, limit, alpha);
   Tensor out = at::empty(gate.sizes(), gate.options());
   if (out.numel() == 0) return out;
-  const Tensor gates = neighbours(gate);
-  const Tensor ups = neighbours(up);
+  const Tensor gates = with_unit_stride(as_rows(gate));
+  const Tensor ups = with_unit_stride(as_rows(up));
   const ElementType type = element_type(gates);
   const int64_t N = gates.size(1);
   const int64_t blocks = ceil_divide(N, kActivationBlock);
@@ -256,9 +241,9 @@ Tensor gated_activation_cpu(const Tensor& gate, const Tensor& up, std::string_vi
       const int64_t row = block / blocks;
       const int64_t column = block % blocks * kActivationBlock;
       const int64_t count = std::min<int64_t>(kActivationBlock, N - column);
-      const char* from_gate = place(gates.const_data_ptr(), type, row * gates.stride(0) + column);
-      const char* from_up = place(ups.const_data_ptr(), type, row * ups.stride(0) + column);
-      char* result = place(to, type, row * N + column);
+      const char* from_gate = element_at(gates.const_data_ptr(), type, row * gates.stride(0) + column);
+      const char* from_up = element_at(ups.const_data_ptr(), type, row * ups.stride(0) + column);
+      char* result = element_at(to, type, row * N + column);
       // Whole vectors of fp32 need no buffer.
       const bool is_direct = type == ElementType::float32 && count % kActivationUnit == 0;
       if (!is_direct) {
@@ -291,8 +276,8 @@ void copy_tokens(const Tensor& cache, const Tensor& tensor, int64_t start) {
       const int64_t token = row % tokens;
       const int64_t head = row / tokens;  // counted over all batches
       const int64_t from = head / heads * held.stride(0) + head % heads * held.stride(1) + token * held.stride(2);
-      std::memcpy(place(to, type, (head * length + start + token) * size), place(held.const_data_ptr(), type, from),
-                  static_cast<size_t>(size * element_bytes(type)));
+      std::memcpy(element_at(to, type, (head * length + start + token) * size),
+                  element_at(held.const_data_ptr(), type, from), static_cast<size_t>(size * element_bytes(type)));
     }
   });
 }

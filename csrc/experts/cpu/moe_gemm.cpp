@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kCombineGrain = int64_t{1} << 15;  // products per task; their sum takes about 10 us
 
 const void* at_element(const void* data, ElementType type, int64_t index) {
-  return data == nullptr ? nullptr : static_cast<const char*>(data) + index * element_bytes(type);
+  return data == nullptr ? nullptr : element_at(data, type, index);
 }
 
 PackedWeight weight_of(const MoeGemmArguments& arguments, int64_t expert) {
@@ -104,7 +104,6 @@ void combine(const MoeGemmArguments& arguments, const KernelSet& kernels, const 
   const int64_t N = arguments.weight.N;
   const int64_t terms = arguments.reduce ? arguments.top_k : 1;
   const int64_t rows = arguments.tokens * arguments.top_k / terms;
-  const int64_t row_bytes = N * element_bytes(arguments.a_type);
   parallel.run(rows, std::max<int64_t>(1, kCombineGrain / (terms * N)), [&](int64_t begin, int64_t end) {
     static thread_local Scratch sum_scratch;
     auto* sum = sum_scratch.get<float>(N);
@@ -119,7 +118,7 @@ void combine(const MoeGemmArguments& arguments, const KernelSet& kernels, const 
         for (int64_t n = 0; n < N; ++n)
           sum[n] += weight * product[n];
       }
-      kernels.from_float(sum, arguments.a_type, N, static_cast<char*>(arguments.out) + row * row_bytes);
+      kernels.from_float(sum, arguments.a_type, N, element_at(arguments.out, arguments.a_type, row * N));
     }
   });
 }

@@ -5,8 +5,9 @@
 
 namespace marlin::cpu {
 
-// The router sends a token to top_k experts, one for each of the token's slots. A pair is a token and one of its slots.
-// Pair t * top_k + s is slot s of token t. Its row of `a` is multiplied by the weight of expert expert_ids[t, s].
+// The router sends a token to top_k experts, one for each of the token's slots. A pair is a token and one of its slots,
+// with the number token * top_k + slot. The pair's row of `a` is multiplied by the weight of expert expert_ids[token,
+// slot].
 struct MoeGemmArguments {
   PackedWeight weight;  // the weight of expert 0; in memory, the weights of experts 1, 2, ... follow in each tensor
   int64_t experts;

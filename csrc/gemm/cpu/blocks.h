@@ -43,14 +43,14 @@ struct Activations {
 };
 
 // The prefetch distances: kBytesAhead into the second-level cache, kBytesAheadNear into the first-level cache. With the
-// near distance, one row of E4M3 was 1.02 to 1.16 times as fast as with the other (Intel Xeon, two and 16 threads).
-// byte_split of one row of 4-bit codes was 1.00 to 1.11 times as fast with AVX-512, and 1.02 to 2.22 times with AVX2.
-// The fp32 kernels were 0.94 to 1.09 times as fast with 4-bit codes, so they use the far distance.
+// near distance, one row of E4M3 was 1.02 to 1.16 times as fast as with the far distance (Intel Xeon, two and 16
+// threads). byte_split of one row of 4-bit codes was 1.00 to 1.11 times as fast with AVX-512, and 1.02 to 2.22 times
+// with AVX2. The fp32 kernels were 0.94 to 1.09 times as fast with 4-bit codes, so they use the far distance.
 inline constexpr int64_t kBytesAhead = 32 << 10;
 inline constexpr int64_t kBytesAheadNear = 4 << 10;
 
-// Returns the addresses of the words to prefetch. These are the words of a task's strips, chunk after chunk. They are
-// prefetched `bytes_ahead` before the products need them. A chunk contains chunk_k elements of K.
+// Returns the words to prefetch: those of a task's strips, chunk after chunk, `bytes_ahead` before the products need
+// them. A chunk contains chunk_k elements of K.
 class WordsAhead {
  public:
   WordsAhead(const PackedWeight& w, const Range& strips, const Range& chunks, int64_t chunk_k, int64_t strip,

@@ -13,9 +13,8 @@ namespace marlin::cpu {
 
 namespace {
 
-constexpr int64_t kRowsTogether = 512;  // largest number of rows of passes that run at the same time, which limits
-                                        // their memory
-// To pack fewer elements than this takes less time than to start a thread.
+constexpr int64_t kRowsTogether = 512;  // the most rows of passes that run at the same time, to limit their memory
+// A thread that packs fewer elements takes longer to start than to pack.
 constexpr int64_t kPackGrain = int64_t{1} << 13;
 constexpr int64_t kSliceGrain = int64_t{1} << 14;
 
@@ -110,8 +109,8 @@ void run_with_fallback(const Machine& machine, const CpuProblem& problem, const 
   }
 }
 
-// Returns the number of threads that share one product. A thread is faster if it reads whole rows of words, so few
-// threads should share a product. If all products have the same number of rows, returns the smallest number that gives
+// Returns the number of threads that share one product. Few threads should share a product, because a thread is faster
+// if it reads whole rows of words. If all products have the same number of rows, returns the smallest number that gives
 // every thread the same amount of work. Otherwise returns the number of all threads.
 int threads_for_each(std::span<const GemmArguments> products, int threads) {
   const bool equal = std::all_of(products.begin(), products.end(),

@@ -26,7 +26,7 @@ struct GemmArguments {
   bool rounds = false;                // true if the weight may be rounded to bf16
 };
 
-// The functions whose names end in _on take the machine as an argument, so that tests and benchmarks can run every
+// Functions whose names end in _on take the machine as an argument, so that tests and benchmarks can run every
 // instruction set of this CPU.
 
 // Returns the problem that the planner solves for these arguments.

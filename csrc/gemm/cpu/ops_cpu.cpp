@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "csrc/core/gemm_variants.h"
+#include "csrc/core/tensor_views.h"
 #include "csrc/cpu/parallel.h"
 #include "csrc/gemm/argument_rules.h"
 #include "csrc/gemm/cpu/gemm.h"
@@ -44,8 +45,7 @@ Tensor multiply(const char* op, const Tensor& a, const WeightArguments& weight, 
   Tensor out = at::empty(sizes, fp32_out ? a.options().dtype(at::kFloat) : a.options());
   if (out.numel() == 0) return out;
 
-  Tensor rows = a.dim() == 2 ? a : a.reshape({-1, stored.view.K});
-  if (rows.stride(1) != 1) rows = rows.contiguous();
+  const Tensor rows = with_unit_stride(as_rows(a));
   const Tensor stored_bias = contiguous_or_undefined(bias);
 
   GemmArguments arguments{};

@@ -13,21 +13,21 @@ namespace {
 constexpr int64_t kPassRows = 512;          // limits the packed activations to 8 MB of fp32 at K = 4096
 constexpr int64_t kBlockBytes = 256 << 10;  // fp32 results of a block: a quarter of a 1 MB second-level cache
 constexpr int64_t kBlockRows = 128;
-// To round a panel takes two to four times as many instructions as to decode it, so more rows share the panel.
+// A rounded panel takes two to four times as many instructions as a decoded one, so more rows share it.
 constexpr int64_t kRoundedBlockRows = 512;
 // An AMX tile has 16 rows. If a product uses fewer than five of them, the byte_split kernels are as fast: at four rows
 // they took 0.85 to 1.07 of the time of AMX (Intel Xeon, 2 MB of L2, two threads).
 constexpr int64_t kAmxMinRows = 5;
 // E4M3 has no byte_split kernel, so its limit is lower. Compared with dot products of bf16, AMX was 1.2 to 1.4 times as
 // fast at four rows, and 1.0 to 1.2 times with groups of 32. At two rows it was 0.9 to 1.3 times as fast, and at one
-// row slower (same Xeon, two and 16 threads).
+// row slower (Intel Xeon, two and 16 threads).
 constexpr int64_t kAmxMinRowsE4M3 = 4;
 // With groups of 16, half of each tile product is empty, and sums are scaled twice as often as with groups of 32. An
 // fp32 activation needs three tile products. So with fp32 activations and groups of 16, AMX is faster only from seven
 // rows on.
 constexpr int64_t kAmxMinRowsGroup16Float32 = 7;
 // amx_scaled multiplies coded scales into the panel. This is faster if two tiles (more than 16 rows) share the panel.
-// For groups of 32 it was 1.14 to 1.33 times as fast at 24 and 32 rows, and 0.85 to 1.25 times with fewer rows (same
+// For groups of 32 it was 1.14 to 1.33 times as fast at 24 and 32 rows, and 0.85 to 1.25 times with fewer rows (Intel
 // Xeon, two and 16 threads). For groups of 16 it is always faster.
 constexpr int64_t kAmxScaledMinRows = 17;
 // If the codes of a table need three bf16 terms each, they are decoded three times and need three to six tile products.
@@ -275,25 +275,9 @@ CpuPlan make_fallback_plan(const Machine& machine, const CpuProblem& problem, co
 }
 
 std::string to_string(const CpuPlan& plan) {
-  static constexpr const char* kNames[] = {"small_m",
-                                           "large_m",
-                                           "bf16_dot_fp32_row",
-                                           "bf16_dot_small_m",
-                                           "bf16_dot",
-                                           "bf16_dot_panel",
-                                           "bf16_dot_rounded",
-                                           "byte_split_avx2",
-                                           "byte_split_small_m",
-                                           "byte_split",
-                                           "byte_matrix",
-                                           "int8_avx2_small_m",
-                                           "int8_avx2",
-                                           "int8_small_m",
-                                           "int8",
-                                           "amx",
-                                           "amx_scaled",
-                                           "amx_table",
-                                           "amx_rounded"};
+#define MARLIN_KERNEL_TEXT(name) #name,
+  static constexpr const char* kNames[] = {MARLIN_CPU_KERNELS(MARLIN_KERNEL_TEXT)};
+#undef MARLIN_KERNEL_TEXT
   auto number = [](const char* name, int64_t value) { return std::string(" ") + name + "=" + std::to_string(value); };
   return kNames[static_cast<int>(plan.kernel)] + number("parts", plan.parts) + number("strip", plan.strip) +
          number("max_rows", plan.max_rows) + number("chunk", plan.chunk) + number("passes", plan.passes) +

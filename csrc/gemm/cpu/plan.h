@@ -32,27 +32,29 @@ struct CpuProblem {
   bool rounds = false;  // true if the weight may be rounded to bf16
 };
 
-enum class CpuKernel : int {
-  small_m,
-  large_m,
-  bf16_dot_fp32_row,
-  bf16_dot_small_m,
-  bf16_dot,
-  bf16_dot_panel,
-  bf16_dot_rounded,
-  byte_split_avx2,
-  byte_split_small_m,
-  byte_split,
-  byte_matrix,
-  int8_avx2_small_m,
-  int8_avx2,
-  int8_small_m,
-  int8,
-  amx,
-  amx_scaled,
-  amx_table,
-  amx_rounded
-};
+#define MARLIN_CPU_KERNELS(X) \
+  X(small_m)                  \
+  X(large_m)                  \
+  X(bf16_dot_fp32_row)        \
+  X(bf16_dot_small_m)         \
+  X(bf16_dot)                 \
+  X(bf16_dot_panel)           \
+  X(bf16_dot_rounded)         \
+  X(byte_split_avx2)          \
+  X(byte_split_small_m)       \
+  X(byte_split)               \
+  X(byte_matrix)              \
+  X(int8_avx2_small_m)        \
+  X(int8_avx2)                \
+  X(int8_small_m)             \
+  X(int8)                     \
+  X(amx)                      \
+  X(amx_scaled)               \
+  X(amx_table)                \
+  X(amx_rounded)
+#define MARLIN_KERNEL_NAME(name) name,
+enum class CpuKernel : int { MARLIN_CPU_KERNELS(MARLIN_KERNEL_NAME) };
+#undef MARLIN_KERNEL_NAME
 
 // The planner's copy of a kernel's shape. A test compares it with the kernel tables.
 struct KernelShape {

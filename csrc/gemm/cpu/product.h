@@ -48,7 +48,6 @@ class Pass {
   const GemmArguments& arguments() const { return a_; }
   const CpuPlan& plan() const { return plan_; }
   int64_t pass() const { return pass_; }
-  int64_t rows() const { return x_.rows; }
 
   // The sizes of the parts of scratch memory that place() receives: bytes for the packed activations, and elements for
   // all other parts.
@@ -183,9 +182,8 @@ class Pass {
         std::memset(y, 0, sizeof(float) * static_cast<size_t>(some_strips.size() * rows.size() * plan_.strip));
         int64_t loaded = -1;
         WordsAhead ahead(w_, some_strips, chunks, chunk_k_, plan_.strip, bytes_ahead());
-        // The steps of a strip and of the next one. set_strip() writes only the fields that differ, because a copy of a
-        // whole Step would be slow: it would read the new fields in larger parts than they were written in, and a CPU
-        // waits for such reads.
+        // The steps of a strip and of the next one. set_strip() writes only the fields that differ. A copy of a whole
+        // Step would read fields in larger parts than they were just written in, and a CPU waits for such reads.
         Step steps[2]{};
         for (Step& step : steps) {
           step.values = values_;
@@ -229,7 +227,6 @@ class Pass {
   // Returns the number of rows of the second plane that hold this many k. Each chunk begins at the start of a row.
   int64_t high_rows(int64_t k) const { return ceil_divide(k * high_bits_, 32); }
 
-  // Returns the number of groups in a chunk.
   int64_t groups() const { return ceil_divide(chunk_k_, group_); }
 
   // Loads the scales and the zeros of a chunk's groups, as two arrays [group, columns of the strips] with zeros beyond
@@ -355,7 +352,7 @@ class Pass {
     }
     const int64_t row = a_.out_rows == nullptr ? row_ + m : a_.out_rows[row_ + m];
     const ElementType type = a_.fp32_out ? ElementType::float32 : a_.a_type;
-    kernels_.from_float(from, type, count, static_cast<char*>(a_.out) + (row * w_.N + n) * element_bytes(type));
+    kernels_.from_float(from, type, count, element_at(a_.out, type, row * w_.N + n));
   }
 
   const GemmArguments& a_;

@@ -121,13 +121,11 @@ class Task {
   int64_t strip_columns(int64_t strip) const { return std::min(plan_.strip, columns_ - strip * plan_.strip); }
 
   const char* at(const MlstmInput& input, int64_t s, int64_t column = 0) const {
-    const int64_t offset = b_ * input.stride_b + h_ * input.stride_h + s * input.stride_s + column;
-    return static_cast<const char*>(input.data) + offset * element_bytes(input.type);
+    return element_at(input.data, input.type, b_ * input.stride_b + h_ * input.stride_h + s * input.stride_s + column);
   }
 
   char* output_at(int64_t s, int64_t strip) const {
-    const int64_t offset = (head_ * a_.S + s) * a_.DV + strip_begin(strip);
-    return static_cast<char*>(a_.h) + offset * element_bytes(a_.q.type);
+    return element_at(a_.h, a_.q.type, (head_ * a_.S + s) * a_.DV + strip_begin(strip));
   }
 
   void read(const MlstmInput& input, int64_t s, int64_t column, int64_t count, float* out) const {

@@ -3,7 +3,7 @@
 
 #if defined(__x86_64__)
 
-#include "csrc/cpu/x86/target.h"
+#include "csrc/cpu/target.h"
 
 MARLIN_TARGET(MARLIN_AVX2)
 

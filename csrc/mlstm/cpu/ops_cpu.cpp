@@ -16,9 +16,6 @@
 namespace marlin::cpu {
 namespace {
 
-using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
-using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
 // Owns the tensors of one call. Copies a tensor only if its last dimension is strided.
 class Call {
  public:

@@ -17,8 +17,7 @@ void read(const KernelSet& kernels, const MlstmInput& input, int64_t offset, int
     const auto* from = static_cast<const double*>(input.data) + offset;
     std::copy(from, from + count, out);
   } else {
-    const auto* from = static_cast<const char*>(input.data) + offset * element_bytes(input.type);
-    kernels.to_float(from, input.type, count, out);
+    kernels.to_float(element_at(input.data, input.type, offset), input.type, count, out);
   }
 }
 
@@ -27,7 +26,7 @@ void write(const KernelSet& kernels, const T* values, int64_t offset, int64_t co
   if constexpr (std::is_same_v<T, double>) {
     std::copy(values, values + count, static_cast<double*>(out) + offset);
   } else {
-    kernels.from_float(values, type, count, static_cast<char*>(out) + offset * element_bytes(type));
+    kernels.from_float(values, type, count, element_at(out, type, offset));
   }
 }
 

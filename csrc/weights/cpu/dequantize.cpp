@@ -38,7 +38,6 @@ void drop_payloads(float* values, int64_t count) {
     values[i] = std::isnan(values[i]) ? std::numeric_limits<float>::quiet_NaN() : values[i];
 }
 
-// The working memory of one task.
 struct Buffers {
   float* scales;
   float* zeros;

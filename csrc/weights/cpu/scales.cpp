@@ -8,10 +8,6 @@ namespace marlin::cpu {
 
 namespace {
 
-const void* element_at(const void* data, ElementType type, int64_t index) {
-  return static_cast<const char*>(data) + index * element_bytes(type);
-}
-
 // Loads the scales or zeros of a group. If there are `super_values`, the scales or zeros are codes, and each code is
 // multiplied by the super value of its block of kSuperBlock k.
 void load_floating(const KernelSet& kernels, const PackedWeight& weight, const void* data, ElementType type,

@@ -230,6 +230,20 @@ ACCEPTED = {
         "{ constexpr auto r = t + u; using R = metal::remove_addrspace_t<decltype(r)>; return Known<R, r>{}; } "
         + KERNEL.format("Known<int, 1> one; const int sum = one + one + one; a[i] = sum;")
     ),
+    "type traits": (
+        "struct S { int x; }; enum E { e }; "
+        'static_assert(is_floating_point_v<half4> && is_integral_v<uint3> && !is_integral_v<float>, ""); '
+        'static_assert(is_arithmetic_v<bfloat> && is_signed_v<float2> && is_signed_v<int> && is_unsigned_v<uint>, ""); '
+        'static_assert(is_vector_v<float2> && !is_vector_v<float> && is_enum_v<E> && is_class_v<S>, ""); '
+        'static_assert(is_scalar_v<float> && is_scalar_v<device int*> && !is_scalar_v<float4> && !is_scalar_v<S>, ""); '
+        'static_assert(is_same_v<make_unsigned_t<int>, uint> && is_same_v<make_signed_t<ulong>, long>, ""); '
+        'static_assert(is_same_v<common_type_t<int, float>, float> && is_same_v<remove_cvref_t<thread const S&>, S>, ""); '
+        'static_assert(is_same_v<conditional_t<false, int, S>, S> && is_same_v<remove_extent_t<int[4]>, int>, ""); '
+        'static_assert(is_convertible_v<int, float> && !is_convertible_v<S, float> && is_constructible_v<S>, ""); '
+        'static_assert(conjunction_v<true_type, is_same<E, E>> && negation_v<false_type>, ""); '
+        'static_assert(!disjunction_v<false_type, is_same<E, S>>, ""); '
+        + KERNEL.format("enable_if_t<is_same_v<decay_t<const float>, float>, float> x = 1; a[i] = x;")
+    ),
     "constant member that is a struct": (
         "struct Pair { float x; constexpr Pair(float x) thread : x(x) {} }; "
         "template <typename T> struct Limits { static constexpr constant T low = T(-1); }; "

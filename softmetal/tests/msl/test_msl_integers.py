@@ -35,6 +35,7 @@ def test_integer_functions(dtype: type) -> None:
         "rhadd": ("rhadd(a, b)", lambda x, y, z: (x + y + 1) >> 1),
         "mulhi": ("mulhi(a, b)", lambda x, y, z: (x * y) >> w),
         "madhi": ("madhi(a, b, c)", lambda x, y, z: wrap(((x * y) >> w) + z)),
+        "madsat": ("madsat(a, b, c)", lambda x, y, z: clip(x * y + z)),
         "min": ("min(a, b)", lambda x, y, z: min(x, y)),
         "max": ("max(a, b)", lambda x, y, z: max(x, y)),
         "clamp": ("clamp(a, min(b, c), max(b, c))", lambda x, y, z: min(max(x, min(y, z)), max(y, z))),

@@ -232,11 +232,17 @@ def test_geometric_functions() -> None:
         "normalize": "normalize(a)",
         "cross": "cross(a, b)",
         "length_squared": "length_squared(a)",
+        "distance_squared": "distance_squared(a, b)",
+        "faceforward": "faceforward(a, b, a - b)",
         "reflect": "reflect(a, normalize(b))",
+        "refract": "refract(normalize(a), normalize(b), 1.5f)",
     }
     made = evaluate(names, [a, b], "float", widths=[3])
     u, v = three(a), three(b)
     unit = v / np.linalg.norm(v, axis=1, keepdims=True)
+    incident = u / np.linalg.norm(u, axis=1, keepdims=True)
+    cosine = (incident * unit).sum(1, keepdims=True)
+    k = 1 - 1.5**2 * (1 - cosine**2)  # negative: total reflection
     wanted = {
         "dot": (u * v).sum(1),
         "length": np.linalg.norm(u, axis=1),
@@ -244,7 +250,10 @@ def test_geometric_functions() -> None:
         "normalize": u / np.linalg.norm(u, axis=1, keepdims=True),
         "cross": np.cross(u, v),
         "length_squared": (u * u).sum(1),
+        "distance_squared": ((u - v) ** 2).sum(1),
+        "faceforward": np.where((v * (u - v)).sum(1, keepdims=True) < 0, u, -u),
         "reflect": u - 2 * (u * unit).sum(1, keepdims=True) * unit,
+        "refract": np.where(k < 0, 0, 1.5 * incident - (1.5 * cosine + np.sqrt(np.maximum(k, 0))) * unit),
     }
     for name, results in made.items():
         for j, (_, got) in enumerate(results):

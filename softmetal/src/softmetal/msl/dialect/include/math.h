@@ -40,8 +40,11 @@
   T length(V);              \
   T length_squared(V);      \
   T distance(V, V);         \
+  T distance_squared(V, V); \
   V normalize(V);           \
-  V reflect(V, V);
+  V reflect(V, V);          \
+  V refract(V, V, T);       \
+  V faceforward(V, V, V);
 
 namespace metal {
 

@@ -1,10 +1,14 @@
-// Code between MARLIN_TARGET(features) and MARLIN_TARGET_END may use instructions that the x86 baseline lacks. Such
-// code runs only after capability() has found the features. It must not share a symbol with code outside, because the
-// linker could keep only the copy with the wider instructions, for all callers. Therefore include headers that define
-// functions, such as those of the standard library, before MARLIN_TARGET.
+// Code between MARLIN_TARGET(features) and MARLIN_TARGET_END may use instructions that the baseline of x86 or Arm
+// lacks. Such code runs only after capability() has found the features. It must not share a symbol with code outside,
+// because the linker could keep only the copy with the additional instructions, for all callers. Therefore include
+// headers that define functions, such as those of the standard library, before MARLIN_TARGET.
 #pragma once
 
+#if defined(__x86_64__)
 #include <immintrin.h>
+#else
+#include <arm_neon.h>
+#endif
 
 #include <algorithm>
 #include <utility>
@@ -17,12 +21,15 @@
 #define MARLIN_TARGET(features) \
   MARLIN_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
 #define MARLIN_TARGET_END MARLIN_PRAGMA(clang attribute pop)
-#else
+#elif defined(__x86_64__)
 // GCC 12 warns about undefined operands inside its own intrinsics.
 #define MARLIN_TARGET(features)                                 \
   MARLIN_PRAGMA(GCC diagnostic ignored "-Wmaybe-uninitialized") \
   MARLIN_PRAGMA(GCC diagnostic ignored "-Wuninitialized")       \
   MARLIN_PRAGMA(GCC target(features))
+#define MARLIN_TARGET_END
+#else
+#define MARLIN_TARGET(features) MARLIN_PRAGMA(GCC target("arch=armv8.2-a+" features))
 #define MARLIN_TARGET_END
 #endif
 
