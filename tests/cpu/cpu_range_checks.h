@@ -42,8 +42,8 @@ inline double check_range(const Machine& machine, const Activations& activations
 }
 
 // Tests table entries that bf16 can and cannot represent. The activations have two magnitudes, so that products of bf16
-// parts are subnormal in some cases and normal in others. Only one activation in 32, or one in a row, is not 0, so that
-// no larger product can hide the error of a product that was flushed to 0.
+// parts are subnormal in some cases and normal in others. Only one activation in 32, or one in a row, is not 0, because
+// a larger product would hide the error of a product that was flushed to 0.
 inline void test_small_codes(const Machine& machine) {
   constexpr double kSmallParts = 1 + 0x1.cp-21;
   for (const double size : {0x1p-30, 0x1p-20, 0x1p-6, 0x1p-4, 1.0}) {

@@ -26,9 +26,7 @@ STRUCTS = {"reduce": "ReduceParams", "dequantize": "DequantizeParams"}
 
 
 def _spread(buffer: Guarded, rows: int) -> tuple[Buffer, np.ndarray, np.ndarray]:
-    """Copies a dense matrix to sparse memory, with rows STRIDE apart.
-
-    The matrix is 64 columns of a weight, or activations with K columns.
+    """Copies a dense matrix with `buffer.columns` columns to sparse memory, with rows STRIDE elements apart.
 
     Returns:
         The sparse buffer, the first bytes of its rows, and the first bytes of the rows of `buffer`.

@@ -62,10 +62,9 @@ def test_split_k_matches_and_repeats_bit_for_bit(variant):
     a, bias = activations(M, K), activations(N, seed=1)
     exact, bound = reference.gemm(a, weight, bias, raw_codes=variant == "gemv")
     moved = weight.to("mps")
-    results = [run(a.to("mps"), moved, bias=bias.to("mps"), variant=variant).cpu() for _ in range(3)]
+    results = [run(a.to("mps"), moved, bias=bias.to("mps"), variant=variant).cpu() for _ in range(2)]
     reference.check_gemm(results[0], exact, bound)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    assert torch.equal(*results)
 
 
 @software
@@ -128,7 +127,7 @@ def test_two_pass(weight_format, dtype):
 
 @software
 def test_rounded_takes_two_pass_where_it_is_faster_in_layers_that_round_weights():
-    K, N, M = 1024, 1024, 1024
+    K, N, M = 512, 512, 1024
     weight = reference.make_weight("nvfp4", K, N, 16)
     moved, a = weight.to("mps"), activations(M, K).to("mps")
     layer = tmm.MarlinLinear.from_packed(

@@ -198,12 +198,6 @@ def of_olmoe(writer: GGUFWriter, config) -> None:
     routed(writer, config.num_experts, config.num_experts_per_tok)
 
 
-def of_base(writer: GGUFWriter, config) -> None:
-    shape(writer, config)
-    head(writer, config.head_dim)
-    writer.add_rope_freq_base(20000.0)
-
-
 def of_phi2(writer: GGUFWriter, config) -> None:
     shape(writer, config, PLAIN)
     writer.add_rope_dimension_count(8)

@@ -159,7 +159,7 @@ CASES = {
         "gemma",
         "gemma",
         rope("default") | {"rms_norm_eps": 1e-3, "hidden_act": "gelu_pytorch_tanh"},
-        metadata.of_base,
+        metadata.of_head,
     ),
     "phi2": (
         "phi2",
@@ -167,7 +167,7 @@ CASES = {
         rope("default", partial_rotary_factor=0.25) | {"layer_norm_eps": 1e-3, "num_key_value_heads": 2},
         metadata.of_phi2,
     ),
-    "smollm3": ("smollm3", "smollm3", rope("default") | {"num_hidden_layers": 5}, metadata.of_base),
+    "smollm3": ("smollm3", "smollm3", rope("default") | {"num_hidden_layers": 5}, metadata.of_head),
     "yarn of OLMo": ("olmo2", "olmo2", rope("yarn", **YARN, attention_factor=1.4), metadata.of_olmo2),
     "multipliers": (
         "granite",

@@ -75,7 +75,10 @@ def pairwise(axes: Mapping[str, Sequence[Any]], options: Sequence[str]) -> list[
 
 
 def _of_the_same_kind(p: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Problem]:
-    """Returns two problems of other sizes that run the compiled kernel of `p`: the sizes have the same divisors."""
+    """Returns two problems of other sizes that run the compiled kernel of `p`.
+
+    The kernel's constants tell only whether N and K are multiples of some tile sizes.
+    """
 
     def others(name: str, divisors: tuple[int, ...], least: int = 1, most: int = 1 << 16) -> list[int]:
         own = getattr(p, name)

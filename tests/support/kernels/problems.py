@@ -194,7 +194,7 @@ def check_gemv_work(problem: Problem, rows: int, subnormal_codes: bool, counters
 
 
 def check_reads(counters: Counters, words: int, high: int, activations: int) -> None:
-    """Compares the bytes of packed words, of the second plane and of the activations that a kernel read."""
+    """Checks how many bytes of packed words, of the second plane and of activations a kernel read."""
     if counters.buffers is not None:  # only checked mode counts them
         for slot, expected in (("Packed", words), ("High", high), ("A", activations)):
             read = counters.buffers.get(number(f"kSlot{slot}"), {"bytes_read": 0})["bytes_read"]
