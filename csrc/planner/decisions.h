@@ -1,5 +1,5 @@
-// Types of the cost tables with which the planner chooses the kernel (gemv, fused or tensor), its row block and the split
-// of K. decision_rows.h contains the tables' entries.
+// Types of the cost tables with which the planner chooses the kernel (gemv, fused or tensor), its row block and the
+// split of K. decision_rows.h contains the tables' entries.
 #pragma once
 
 #include <array>

@@ -129,7 +129,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def _top_bits(start: int) -> Callable[[Tensor], Tensor]:
-    """Returns a function that reads scales from the top 4 bits of 32-bit words. If `start` is 2, it skips even words."""
+    """Returns a function that reads scales from the top 4 bits of 32-bit words. If `start` is 2, it takes odd words."""
 
     def codes(blocks: Tensor) -> Tensor:
         words = _words(blocks[..., start:], torch.int32)
