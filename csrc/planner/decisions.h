@@ -1,5 +1,5 @@
-// The costs by which the planner chooses between gemv, fused and tensor, chooses their row blocks and splits K. The
-// rows are in decision_rows.h.
+// Types of the cost tables with which the planner chooses the kernel (gemv, fused or tensor), its row block and the
+// split of K. decision_rows.h contains the tables' entries.
 #pragma once
 
 #include <array>

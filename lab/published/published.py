@@ -1,9 +1,9 @@
 """Compares the model with published times of other projects' kernels on real Macs.
 
 Prints the predicted time divided by the published time for every point of published.csv that can be modeled. Then
-prints the median and the range of this ratio for each kind of measurement. The last two columns show whether the median
-depends on one chip or one publication: they are the range of the median if the points of any one chip, or of any one
-source, are left out. This project has measured none of the points.
+prints the median and the range of this ratio for each kind of measurement. The last two columns leave out one chip, or
+one publication, at a time, and show the lowest and the highest median. A wide range means that the median depends on
+one chip or one publication. This project has measured none of the points.
 
     python -m lab.published
 """

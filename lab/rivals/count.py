@@ -170,7 +170,6 @@ def theirs(rival: Rival, rows: int) -> float | None:
 
 
 def clocks_table() -> str:
-    """Returns a table of our clocks and those of each rival."""
     lines = ["| weights | whose |" + "".join(f" {rows} |" for rows in ROWS), "|---" * (2 + len(ROWS)) + "|"]
     for form in FORMS:
         own = [ours(form, rows) for rows in ROWS]

@@ -219,7 +219,7 @@ def test_from_pretrained_says_it_and_loads(tmp_path, monkeypatch) -> None:
 
 
 def test_value_heads_that_fill_no_groups_make_one_matrix_floats(tmp_path) -> None:
-    """The reader reorders the output projection's columns by value heads. A head of 16 is half of a group of 32."""
+    """The reader reorders the output projection's columns by value heads, so a head must fill whole groups of 32."""
     small = {"linear_value_head_dim": 16}
     model, loaded = model_of("qwen35", **small), model_of("qwen35", **small)
     path = write(tmp_path / "m.gguf", "qwen35", model)

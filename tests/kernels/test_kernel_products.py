@@ -156,10 +156,10 @@ def test_the_order_of_threadgroups_changes_no_bit(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", [*STAGED, *STRIPED])
 def test_threadgroup_memory_is_what_the_kernel_uses(kernel: str) -> None:
-    """The host requests only the threadgroup memory that the kernel uses: 16 bytes less cause an access out of bounds.
+    """The host requests only the threadgroup memory that the kernel uses.
 
-    The host rounds up to a multiple of 16 bytes, so the last 12 bytes may be padding, and the kernel runs without
-    these.
+    The kernel uses a multiple of 4 bytes, which the host rounds up to a multiple of 16. Without the last 12 bytes the
+    kernel may still run; without the last 16 bytes it accesses memory out of bounds.
     """
     p, options = drawn(kernel, *SAMPLE)
     bytes_needed = Tile.of(kernel).options(p, (1, 1, 1))["threadgroup_bytes"]

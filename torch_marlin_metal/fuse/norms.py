@@ -87,7 +87,8 @@ def fused_norm(original: Forward, norm: Norm) -> Callable[[nn.Module, Tensor], T
         weight = self.weight
         if x.dtype != weight.dtype or not is_supported(x):
             return original(self, x)
-        # If the heads of a token are adjacent in memory, the transposed view has its rows in memory order.
+        # x may be a transposed view of a tensor [B, S, heads, D]. Transposed back, its rows are evenly spaced, and the
+        # operator does not copy them.
         if x.dim() == 4 and x.stride(1) < x.stride(2):
             return norm.apply(x.transpose(1, 2), weight).transpose(1, 2)  # type: ignore[arg-type]
         return norm.apply(x, weight)  # type: ignore[arg-type]

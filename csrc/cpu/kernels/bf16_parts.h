@@ -23,8 +23,8 @@ namespace {
 }
 
 // Converts the four 8-bit codes of each lane to bf16. pairs() sets `even` to codes 0 and 2, and `odd` to codes 1 and 3.
-// This template looks up the upper and the lower byte of a value by seven bits of a code. In E4M3 the eighth bit is the
-// sign. Integers in two planes have at most six bits.
+// One table has the upper bytes of the bf16 values, a second one the lower bytes. An index of seven bits is enough for
+// both: the eighth bit of E4M3 is the sign, which is copied, and integers in two planes have at most six bits.
 template <Codes codes>
 class BytePairs {
  public:

@@ -123,13 +123,13 @@ def _odd(code: Tensor) -> Tensor:
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    """Returns the 16 scale codes of a block minus 32. Their low 4 bits are in 8 bytes, the high 2 bits in 4 bytes."""
+    """Returns the 16 scales of a block: 6-bit codes minus 32. 8 bytes have the low 4 bits, 4 bytes the high 2 bits."""
     low, high = shifted(blocks[..., 96:104], 0, 4) & 15, shifted(blocks[..., 104:108], 0, 2, 4, 6) & 3
     return (low | high << 4).int() - 32
 
 
 def _top_bits(start: int) -> Callable[[Tensor], Tensor]:
-    """Returns a function that reads codes from the top 4 bits of the words, from `start` = 2 of every second word."""
+    """Returns a function that reads scales from the top 4 bits of 32-bit words. If `start` is 2, it takes odd words."""
 
     def codes(blocks: Tensor) -> Tensor:
         words = _words(blocks[..., start:], torch.int32)

@@ -30,9 +30,7 @@ _was_read = False
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine and the versions of a measurement.
-
-    On other machines or with other versions, the measurement is ignored.
+    """The machine and the versions of a measurement, which is ignored on any other machine or version.
 
     Attributes:
         gpu: the name that the GPU reports, for example "Apple M2 Max".

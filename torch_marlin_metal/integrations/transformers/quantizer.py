@@ -170,8 +170,9 @@ class MarlinQuantizer(ChoosesLayers, HfQuantizer):  # type: ignore[misc]
             self._failure = error
             return False
         self._made[name] = packed, weight.dtype
-        # The empty weight has sizes for two reasons. Some models divide by the last dimension when they initialize a
-        # weight. For a layer tied to an embedding, transformers reads the number of rows from the embedding's weight.
+        # A Linear's empty weight keeps its last dimension, because some models divide by it when they initialize a
+        # weight. An embedding's weight keeps its shape, because transformers reads the number of rows from it for a
+        # layer that is tied to the embedding.
         empty = weight.new_empty(0, weight.shape[1])
         if isinstance(linear, nn.Embedding):
             empty = weight.new_zeros(1).expand(weight.shape)
