@@ -2,7 +2,7 @@
 
     python -m lab.rivals              # the tables of lab/notes/few-rows.md, about 20 seconds
     python -m lab.rivals --write      # writes them there
-    python -m lab.rivals --one-row    # one row on every chip: our time without the launch, over the time to read the bytes
+    python -m lab.rivals --one-row    # one row on every chip: our time without the launch, over a read's time
 
 No kernel is executed. A cell is our time divided by the time of the fastest rival that reads files of the same format.
 Our time is what the lab's model predicts for the planner's choice. The same model predicts the times of the rivals'
