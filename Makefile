@@ -9,10 +9,8 @@ REQUIRED_TORCH := torch==$(if $(filter Darwin,$(shell uname -s)),2.14.1,2.13.0)
 # If TORCH_INDEX is empty, pip installs the default build.
 TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),https://download.pytorch.org/whl/cpu)
 TESTS ?= tests softmetal/tests
-# One worker more than cores, because tests wait for disks and other processes. OpenMP threads that spin while they wait
-# would make the tests many times slower.
-WORKERS := $(shell echo $$(($$(nproc 2>/dev/null || sysctl -n hw.ncpu) + 1)))
-PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations=40 --durations-min=4
+# Several workers share the cores, so OpenMP threads that spin while they wait make the tests many times slower.
+PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(shell nproc 2>/dev/null || sysctl -n hw.ncpu) --dist worksteal --durations=40 --durations-min=4
 SOURCES := setup.py $(shell find csrc kernels -type f) $(wildcard build_support/*.py)
 DEVICE_SOURCES := $(shell find softmetal/src -name '*.mm' -o -name '*.cpp' -o -name '*.h' 2>/dev/null)
 # The files that clang-format checks. The headers below softmetal's msl/ are excluded, because many are tables of macros.

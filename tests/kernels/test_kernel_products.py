@@ -131,7 +131,8 @@ def drawn(kernel: str, M: int, N: int) -> tuple[Problem, dict]:
     draw = random.Random(f"{M} {N} {kernel}")
     fields = {name: draw.choice(values) for name, values in (axes | STRADDLING_K).items()} | {"M": M, "N": N}
     if (M, N) == SAMPLE:
-        fields |= {"K": max(STRADDLING_K["K"])} | ({"weight_format": "lut4"} if kernel.startswith("gemm_") else {})
+        fields |= {"K": max(STRADDLING_K["K"])} | ({"splits": 2} if "splits" in launch else {"parts": 3})
+        fields |= {"weight_format": "lut4"} if kernel.startswith("gemm_") else {}
     options = {name: fields.pop(name) for name in launch} | {"kernel": kernel}
     return problem(**fields), options
 
@@ -199,3 +200,9 @@ def test_tensor_sums_a_long_k_within_the_bound(p: Problem) -> None:
 @pytest.mark.parametrize("p", plain_problems(10, 40, 16384, group_size="K", all_positive=True))
 def test_staged_kernels_sum_a_long_k_within_the_bound(p: Problem) -> None:
     check(p, run_tiles("gemm_double_buffered_64x64x32", p, checked=False), raw_codes=False)
+
+
+@pytest.mark.parametrize("kernel", [STAGED[0], STAGED[-1], STRIPED[-1]])
+def test_every_kind_of_tile_sums_a_long_k_within_the_bound(kernel: str) -> None:
+    p = problem(10, 40, 16384, weight_format="uint4_bias", dtype=torch.float32, group_size=16384, all_positive=True)
+    check(p, run_tiles(kernel, p, checked=False), raw_codes=False)

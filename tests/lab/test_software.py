@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.whole
 def test_the_table_of_peers_has_our_kernels_counts() -> None:
     """The command runs this package's kernels in checked mode; the other rows need other projects' wheels."""
     command = [sys.executable, "-m", "lab.software.peers", "--ours"]

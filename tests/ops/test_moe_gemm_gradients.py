@@ -142,10 +142,16 @@ def test_backward_allocates_no_copy_of_an_expert(mps, monkeypatch):
     assert whole // 8 <= kept <= whole // 8 + activation_bytes < whole // 2
 
 
-def test_flops_of_the_gradient():
+def test_flops_of_each_pair_of_row_and_expert():
     experts = experts_of("uint4b8")
-    a = random(3, 80).requires_grad_()
-    y = OPS.moe_gemm(a, experts.b_packed, experts.scales, torch.tensor([[0, 4]] * 3), **experts.arguments)
+    a, ids = random(3, 80).requires_grad_(), torch.tensor([[0, 4]] * 3)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        y = OPS.moe_gemm(a, experts.b_packed, experts.scales, ids, **experts.arguments)
+    assert counter.get_total_flops() == 2 * 6 * 80 * 41
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         y.sum().backward()
     assert counter.get_total_flops() == 2 * 6 * 80 * 41
+    gated = make_experts("uint4b8", 3, 80, 32, 16)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        OPS.moe_gemm_gated(a.detach(), gated.b_packed, gated.scales, ids % 3, **gated.arguments)
+    assert counter.get_total_flops() == 2 * 6 * 80 * 32

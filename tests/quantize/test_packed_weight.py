@@ -84,6 +84,18 @@ def test_the_functions_refuse_a_plain_tensor_as_a_weight(name) -> None:
         function(weight=torch.ones(8, 64), **taken)
 
 
+def test_aliases_are_names_of_other_projects() -> None:
+    vllm = {
+        "u4b8": "uint4b8",
+        "u4": "uint4",
+        "fp4": "float4_e2m1",
+        "float4_e2m1f": "float4_e2m1",
+        "u8b128": "uint8b128",
+    }
+    pytorch = {"float8_e4m3fn": "float8_e4m3", "fp8": "float8_e4m3"}
+    assert (vllm | pytorch | {"nf4": "lut4", "q4_k": "uint4_bias"}).items() <= ALIASES.items()
+
+
 @pytest.mark.parametrize("alias", ALIASES)
 def test_a_weight_replaces_an_alias_and_minus_one(alias) -> None:
     weight = tmm.quantize_weight(torch.randn(24, 64), alias, -1)

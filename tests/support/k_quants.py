@@ -43,7 +43,7 @@ def _six_bits(sc: np.ndarray, m: np.ndarray) -> Bytes:
 
 
 def _nibbles(q: np.ndarray, run: int) -> Bytes:
-    """Packs 4-bit codes `[B, 256]`. The first of two runs fills the low nibbles of `run` bytes, the second the high ones."""
+    """Packs 4-bit codes `[B, 256]`: of two runs, the first fills the low nibbles of `run` bytes, the second the high ones."""
     runs = q.reshape(len(q), -1, 2, run)
     return ((runs[:, :, 0] & 15) | (runs[:, :, 1] & 15) << 4).reshape(len(q), -1)
 

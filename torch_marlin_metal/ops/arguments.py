@@ -11,14 +11,14 @@ from torch_marlin_metal import extension
 from torch_marlin_metal.packed_weight import PackedWeight, operator_arguments
 
 
-def flop_formula(operator: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Registers a function with torch that counts an operator's floating-point operations.
+def flop_formula(*operators: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Registers a function with torch that counts the floating-point operations of operators.
 
     Does nothing without the compiled extension, because torch requires a registered operator.
     """
     if extension.refusal is not None:
         return lambda formula: formula
-    return register_flop_formula(getattr(torch.ops.torch_marlin_metal, operator))
+    return register_flop_formula([getattr(torch.ops.torch_marlin_metal, operator) for operator in operators])
 
 
 def weight_arguments(

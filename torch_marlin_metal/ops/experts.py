@@ -14,8 +14,7 @@ _ops = torch.ops.torch_marlin_metal
 _moe_gemm_gated = _ops.moe_gemm_gated.default
 
 
-@flop_formula("moe_gemm")
-@flop_formula("moe_gemm_gated")
+@flop_formula("moe_gemm", "moe_gemm_gated")
 def _moe_gemm_flops(
     a_shape: torch.Size, b_packed_shape: torch.Size, _: torch.Size, ids_shape: torch.Size, *__: Any, **___: Any
 ) -> int:

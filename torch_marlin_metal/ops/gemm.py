@@ -13,8 +13,7 @@ _ops = torch.ops.torch_marlin_metal
 _gemm = _ops.gemm.default
 
 
-@flop_formula("gemm")
-@flop_formula("gemm_fp32")
+@flop_formula("gemm", "gemm_fp32")
 def _gemm_flops(a_shape: torch.Size, b_packed_shape: torch.Size, *_: Any, **__: Any) -> int:
     """Returns 2 M N K, a multiplication and an addition per term, like `FlopCounterMode` for `nn.Linear`."""
     return 2 * a_shape.numel() * b_packed_shape[1]

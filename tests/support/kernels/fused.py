@@ -51,6 +51,8 @@ def check_fused_work(problem: Problem, rows: int, k_per_slice: int, counters: Co
     spans = [min(k_per_slice, problem.K - k) for k in range(0, problem.K, k_per_slice)]
     steps = row_blocks * strips * sum(-(-span // step) for span in spans)
     assert counters.mmas == steps * rows * columns * step // 512, "8x8x8 products"
+    barriers = 2 if problem.weight_format == "lut4" else 1
+    assert counters.threadgroup_barriers == barriers * counters.threadgroups, "threadgroup barriers"
     words = row_blocks * reference.word_bytes(problem.weight_format, problem.K, problem.N)
     activations = row_blocks * strips * rows * problem.K
     # for each word of codes, a lane also loads the word of the second plane that holds the upper bits

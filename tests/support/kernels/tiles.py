@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support import reference
 from tests.support.kernels.launch import ELEMENT_NAMES, Counters, facts
-from tests.support.kernels.problems import Problem, Shares, run_product, sliced
+from tests.support.kernels.problems import Problem, Shares, check_reads, run_product, sliced
 
 _KERNEL = re.compile(r"gemm_(double_buffered|single_stage|striped)_(\d+)x(\d+)x(\d+)")
 STAGED = [name for name in facts()["kernels"] if _KERNEL.match(name) and "striped" not in name]
@@ -65,6 +66,10 @@ def run_staged(kernel: str, problem: Problem, *, slices: int = 1, counted: bool 
     if counted:
         spans = [[min(k_per_slice, problem.K - k)] for k in range(0, problem.K, k_per_slice)]
         tile.check_work(spans * (tiles[0] * tiles[1]), counters)
+        columns, rows = tiles
+        words = rows * reference.word_bytes(problem.weight_format, problem.K, problem.N)
+        high = words if problem.weight_format in reference.PLANES else 0
+        check_reads(counters, words, high, columns * problem.M * problem.K * problem.dtype.itemsize)
     return result
 
 

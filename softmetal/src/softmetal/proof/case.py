@@ -40,7 +40,7 @@ def to_bfloat(x: Array) -> Array:
 
 
 def stored(x: Array, name: str) -> Array:
-    """Rounds numbers to an element type, and returns them as the kernel stores them. `name` is MLX's name of the type."""
+    """Rounds numbers to the element type with MLX's name `name`, and returns them as the kernel stores them."""
     with np.errstate(over="ignore"):
         return to_bfloat(x) if name == "bfloat16" else x.astype(STORAGE[name])
 

@@ -81,7 +81,7 @@ def _leading(M: int, N: int, K: int, turned: str) -> tuple[int, int]:
 
 
 def steel_constants(tile: tuple[int, ...], shape: tuple[int, int, int], source: bool) -> tuple[tuple[str, bool], ...]:
-    """Returns the function constants of a product: whether tiles divide M, N and K, and whether C is added (`source`)."""
+    """Returns a product's function constants: whether tiles divide M, N and K, and whether C is added (`source`)."""
     aligned = {f"align_{d}": s % t == 0 for d, s, t in zip("MNK", shape, tile[:3], strict=True)}
     return tuple({"has_batch": False, "use_out_source": source, "do_axpby": source, **aligned}.items())
 

@@ -41,7 +41,7 @@ class Format:
         return [words, rng.integers(middle - 8, middle + 4, groups).astype(np.uint8), np.float32([0.75])]
 
     def values(self, words: Array, scales: Array, biases: Array, name: str) -> tuple[Array, Array]:
-        """Decodes the arrays that `weights` made. Returns the values, and the magnitudes that bound their rounding errors.
+        """Decodes the arrays that `weights` made. Returns the values, and magnitudes that bound their rounding errors.
 
         For the floating formats, `biases` is the global scale, and these values leave it out.
         """

@@ -141,7 +141,10 @@ def _dense_parts() -> Iterator[Case]:
 
 
 def _segmented() -> Iterator[Case]:
-    """Yields products of three segments, of which the second is empty."""
+    """Yields products of three segments, of which the second is empty.
+
+    If a step has 64 k, the grid's first axis counts the segments.
+    """
     bounds = (0, 256, 256, 328)
     for name, metal in FLOATS.items():
         for turned, k, whole, contiguous in (("nn", 64, True, True), ("nt", 64, False, False), ("tn", 128, False, True),
