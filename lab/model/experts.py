@@ -149,8 +149,8 @@ def _sort(problem: ExpertsProblem, gpu: AppleSiliconGPU) -> DispatchCost:
 def _average_load(tiling: Tiling, problem: ExpertsProblem, routing: Routing, gpu: AppleSiliconGPU) -> KernelLoad:
     """Returns the load of all blocks. Instructions and waits are the averages of their simdgroups.
 
-    The kernels have a loop for each multiple of a unit of rows (1 in gemv, 8 in fused), so a block that is not full
-    takes less time.
+    gemv has a separate loop for each number of rows, fused for each multiple of 8. A block that is not full runs a
+    shorter loop, so it takes less time.
     """
     product, most = problem.product, tiling.tile[0]
     average = load_without_bytes(tiling, product, gpu, most)

@@ -122,7 +122,7 @@ class Forgetful(LlamaForCausalLM):
 
 
 def loads_of(model: Forgetful, path: Path) -> dict[str, Callable[[], object]]:
-    """Returns by entry point the loads in which the model's class would have to set the buffer."""
+    """Returns loads by entry point. Each must stop: no file has the buffer, and the class does not set it."""
     exact = checkpoint(model, path / "saved")
     exact.save_pretrained(path / "floats")
     with torch.device("meta"):

@@ -106,8 +106,8 @@ def test_beside_the_stacks_only_one_expert_exists(tmp_path, monkeypatch, new_obj
     monkeypatch.setattr(loader, "MOST_AHEAD", 0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
     part = 64 * 96 // 2  # bytes of one matrix; `//` below ignores four bytes of overhead
-    # For each of the two layers, the loader fills gate and up of the four experts, and then down. The plan reads one
-    # matrix of each kind in advance, so down of the first expert stays in memory until its turn.
+    # In each of two layers, the loader fills gate and up of the four experts, two matrices at a time, and then down, one
+    # at a time. The plan has read one matrix of each kind, so in the first layer, gate and up also count its down.
     assert [size // part for size in filling] == 4 * [3] + 4 * [1] + 4 * [2] + 4 * [1]
     assert len(reading) == 24 and max(reading) // part == 2
     assert sum(own.b_packed.nbytes for own in model.modules() if isinstance(own, ExpertWeights)) == 24 * part

@@ -196,8 +196,8 @@ def outputs(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
 def tensors(architecture: str, config: Any, name: str, index: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors that llama.cpp's converter stores for one tensor of a model.
 
-    `index` has the numbers of the model's elements, in the tensor's shape. A stored tensor is a name in the file, and
-    the numbers of its elements.
+    `index` has the shape of the model's tensor, and its entries number the elements. A result is a tensor's name in the
+    file and an array in the file's order, whose entries are the numbers of the elements stored there.
     """
     arch = next(arch for arch, own in MODEL_ARCH_NAMES.items() if own == architecture)
     names = get_tensor_name_map(arch, config.num_hidden_layers)

@@ -1,7 +1,7 @@
 """Writes keys and values into transformers' static caches with one operator.
 
-To store new tokens, a layer of a static cache runs four operations: it computes the positions and copies keys and
-values separately. The operator `write_cache` does the same work in one dispatch. A fused attention therefore receives a
+To store new tokens, a layer of a static cache runs several operations, which compute positions, copy the keys, and copy
+the values. The operator `write_cache` does the same work in one dispatch. A fused attention therefore receives a
 `CacheWriter` instead of its cache. The `update` of the writer calls `write_cache`. The cache object does not change.
 """
 

@@ -1,4 +1,4 @@
-"""Compares math functions with NumPy in double precision. Errors must be within Metal's limits, and not always zero."""
+"""Compares math functions with NumPy in double precision. Errors must stay within Metal's limits."""
 
 import numpy as np
 import pytest

@@ -213,7 +213,7 @@ def _bare(kind: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks our headers and the calls of arm64 macOS objects. Returns 1 if a check fails.
+    """Compares our headers, and the Metal calls of arm64 macOS object files, with Apple's. Returns 1 if a check fails.
 
     The command is `python -m softmetal.apple.api_check OBJECT...`.
     """
